@@ -122,7 +122,7 @@ class ExportFlags(_GraphFlags):
     base: str | None = flag(
         None,
         Flag(
-            help="The source is an adapter, a folder of PEFT: it becomes a model that the engine of this one "
+            help="The source is an adapter, as of --adapter: it becomes a model that the engine of this one "
             "runs.",
             metavar="MODEL",
         ),
@@ -189,7 +189,7 @@ def _export_adapter(flags: ExportFlags, repository: Path, *, base: str) -> None:
             f"{folder.name} is an adapter of {base}, and a flag is for models",
             remedy="give only --name, --overwrite, and where the adapter goes",
         )
-    name = flags.name or folder.name.lower()
+    name = flags.name or folder.name.removesuffix(".gguf").lower()
     path = export_adapter(folder, repository=repository, name=name, base=base, overwrite=flags.overwrite)
     print(f"{name}: an adapter of {base}: {display_path(path)}")
     print(f"next: genserve serve{repository_flag(repository)}")

@@ -1,8 +1,10 @@
-"""Adapter model: makes an adapter of PEFT a model of the repository, which names its base."""
+"""Adapter model: makes an adapter a model of the repository, which names its base."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from genserve.errors import ExportError, RepositoryError, suggestion
@@ -12,6 +14,8 @@ from genserve.repository.index import scan
 from genserve.repository.repository import Repository
 from genserve.repository.text_stages import text_models
 from genserve.textmodel.peft_adapter import CONFIG, WEIGHTS
+from genserve.textmodel.runtimes.onnx_logits import LogitsGraph
+from genserve.textmodel.text_model import TextModel
 
 
 def export_adapter(
@@ -20,7 +24,7 @@ def export_adapter(
     """Make an adapter a model of the repository, and load it once with its base; return its folder.
 
     Args:
-        source: the folder of PEFT, whose files are copied.
+        source: the folder of PEFT, whose files are copied, or a GGUF file.
         repository: the model repository, which has the base.
         name: the name of the adapter there.
         base: the name of the text model that it is for.
@@ -31,7 +35,8 @@ def export_adapter(
             or the adapter does not fit it; the repository is as it was.
     """
     ModelFolders(name)     # rejects other names
-    if missing := [file for file in (CONFIG, WEIGHTS) if not (source / file).is_file()]:
+    is_gguf = source.is_file()
+    if not is_gguf and (missing := [file for file in (CONFIG, WEIGHTS) if not (source / file).is_file()]):
         raise ExportError(
             f"{source} has no {missing[0]}", remedy="save the adapter with PEFT's save_pretrained"
         )
@@ -50,26 +55,52 @@ def export_adapter(
     with writing_into(repository), staging_folder(repository, "adapter") as staging:
         made = staging / "made" / name
         (made / "1").mkdir(parents=True)
-        for file in (CONFIG, WEIGHTS):
-            shutil.copy2(source / file, made / "1" / file)     # no link: training writes it in place
         (made / "config.pbtxt").write_text(_config(base), encoding="utf-8")
-        _require_fit(made / "1", repository=repository, name=name, base=base)
+        with _started(base, repository=repository) as model:
+            assert model.adapters is not None   # the model runs in this process
+            if is_gguf:
+                _convert(source, made / "1", base=model, graphs=model.adapters.graphs())
+            else:
+                for file in (CONFIG, WEIGHTS):
+                    shutil.copy2(source / file, made / "1" / file)  # no link: training writes it in place
+            model.adapters.load(name, made / "1")
         if old is not None:
             shutil.move(target, staging / "replaced")
         made.rename(target)
     return target
 
 
-def _require_fit(folder: Path, *, repository: Path, name: str, base: str) -> None:
+@contextmanager
+def _started(base: str, *, repository: Path) -> Iterator[TextModel]:
+    """Run a model of the repository; its errors with an adapter become those of an export."""
     models = Repository([repository])
     try:
-        adapters = models.start_text_model(base).adapters
-        assert adapters is not None     # the model runs in this process
-        adapters.load(name, folder)
+        yield models.start_text_model(base)
     except RepositoryError as error:
         raise ExportError(error.message, remedy=error.remedy) from error
     finally:
         models.close()
+
+
+def _convert(path: Path, folder: Path, *, base: TextModel, graphs: Sequence[LogitsGraph]) -> None:
+    """Convert the adapter in a GGUF file to PEFT's format."""
+    from genserve.export.gguf_adapter import convert_gguf_adapter
+
+    targets = {role: target for graph in graphs for role, target in graph.adapter_targets.items()}
+    (num_kv_heads, head_dim, *_), _ = next(iter(graphs[0].token_shapes.values()))
+    query = next(target for role, target in targets.items() if role.endswith("attention.query"))
+    convert_gguf_adapter(
+        path,
+        folder,
+        base=base.name,
+        family=base.logits.metadata["genserve.family"],
+        config={
+            "num_hidden_layers": 1 + max(int(role.split(".")[1]) for role in targets),
+            "num_attention_heads": query.num_outputs // head_dim,
+            "num_key_value_heads": num_kv_heads,
+            "head_dim": head_dim,
+        },
+    )
 
 
 def _config(base: str) -> str:

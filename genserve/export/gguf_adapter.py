@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +15,12 @@ from genserve.errors import ExportError
 from genserve.export.adapter import Adapter, LowRank, Replacement
 from genserve.export.checkpoint import Checkpoint
 from genserve.export.families import FAMILIES, family_of
+from genserve.export.families.family import Family
 from genserve.export.gguf_architectures import GGUF_ARCHITECTURES
 from genserve.export.gguf_checkpoint import module_names
 from genserve.export.gguf_file import GgufFile, GgufTensor
 from genserve.sampling.logits_array import FloatArray
+from genserve.textmodel.peft_adapter import CONFIG, PREFIX, WEIGHTS, merge_remedy
 
 _DOWN, _UP = ".lora_a", ".lora_b"
 _EMBEDDING = "token_embd.weight"
@@ -28,22 +32,92 @@ def read_gguf_adapter(path: Path, checkpoint: Checkpoint) -> Adapter:
     Raises:
         ExportError: the file is broken, has no LoRA adapter, or one for another architecture.
     """
+    family = family_of(checkpoint.config)
+    file, architecture = _open(path, family=family, base=checkpoint.source)
+    assert family is not None
+    return _read(
+        file,
+        architecture,
+        path=path,
+        config=_completed(checkpoint.config),
+        num_layers=family.decoder(checkpoint.config).dimensions.num_layers,
+        has_two_norms=any(name.endswith(".ln_mlp.weight") for name in checkpoint.tensor_names),
+    )
+
+
+def convert_gguf_adapter(
+    path: Path, folder: Path, *, base: str, family: str, config: Mapping[str, int]
+) -> None:
+    """Write the adapter in a GGUF file as PEFT saves it.
+
+    Args:
+        path: the file.
+        folder: the folder to write into.
+        base: the name of the model that it is for, in messages.
+        family: the family of the model.
+        config: the sizes of the model, by their names in config.json: `num_hidden_layers`, `head_dim`,
+            `num_attention_heads` and `num_key_value_heads`.
+
+    Raises:
+        ExportError: the file is broken, has no LoRA adapter, or one for another architecture; or the adapter
+            replaces tensors, which a request cannot choose.
+    """
+    from safetensors.numpy import save_file
+
+    own_family = next((each for each in FAMILIES.values() if each.name == family), None)
+    file, architecture = _open(path, family=own_family, base=base)
+    adapter = _read(
+        file, architecture, path=path, config=config, num_layers=config["num_hidden_layers"]
+    )
+    if adapter.replaced:
+        raise ExportError(
+            f"the adapter {path.name} replaces {next(iter(adapter.replaced))}, which a request cannot choose",
+            remedy=merge_remedy(),
+        )
+    tensors: dict[str, FloatArray] = {}
+    ranks: dict[str, int] = {}
+    for name, change in adapter.added.items():
+        assert isinstance(change, LowRank)
+        module = name.removesuffix(".weight")
+        ranks[module] = len(change.right)
+        tensors[f"{PREFIX}{module}.lora_A.weight"] = np.ascontiguousarray(change.right)
+        tensors[f"{PREFIX}{module}.lora_B.weight"] = np.ascontiguousarray(change.left)
+    save_file(tensors, folder / WEIGHTS)
+    rank = max(ranks.values(), default=0)
+    fields = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,     # B is multiplied by the scale
+        "alpha_pattern": {re.escape(module): own for module, own in ranks.items() if own != rank},
+        "target_modules": sorted({module.rpartition(".")[2] for module in ranks}),
+    }
+    (folder / CONFIG).write_text(json.dumps(fields, indent=2), encoding="utf-8")
+
+
+def _open(path: Path, *, family: Family | None, base: str) -> tuple[GgufFile, str]:
+    """Return the file of an adapter for a family, and its architecture."""
     try:
         file = GgufFile.open(path)
     except (ValueError, OSError) as error:
         raise ExportError(
             f"{path} is not a readable GGUF file: {error}", remedy="download it again"
         ) from error
-    architecture = _architecture(file, path=path, checkpoint=checkpoint)
-    translation, family = GGUF_ARCHITECTURES[architecture], family_of(checkpoint.config)
-    assert family is not None
+    return file, _architecture(file, path=path, family=family, base=base)
+
+
+def _read(
+    file: GgufFile,
+    architecture: str,
+    *,
+    path: Path,
+    config: Mapping[str, Any],
+    num_layers: int,
+    has_two_norms: bool = False,
+) -> Adapter:
+    translation = GGUF_ARCHITECTURES[architecture]
     names, _, differences = module_names(
-        architecture,
-        translation.architecture,
-        num_layers=family.decoder(checkpoint.config).dimensions.num_layers,
-        has_two_norms=any(name.endswith(".ln_mlp.weight") for name in checkpoint.tensor_names),
+        architecture, translation.architecture, num_layers=num_layers, has_two_norms=has_two_norms
     )
-    config = _completed(checkpoint.config)
     alpha = float(file.metadata.get("adapter.lora.alpha", 0.0))
     replaced: dict[str, Replacement] = {}
     added: dict[str, LowRank] = {}
@@ -64,8 +138,8 @@ def read_gguf_adapter(path: Path, checkpoint: Checkpoint) -> Adapter:
     return Adapter(source=path.name, replaced=replaced, added=added)
 
 
-def _architecture(file: GgufFile, *, path: Path, checkpoint: Checkpoint) -> str:
-    """Return the architecture of the file, which must be that of the checkpoint."""
+def _architecture(file: GgufFile, *, path: Path, family: Family | None, base: str) -> str:
+    """Return the architecture of the file, which must be of the family of its base."""
     kind, form = file.metadata.get("general.type"), file.metadata.get("adapter.type")
     if kind != "adapter" or form != "lora":
         found = f"an adapter of the type {form!r}" if kind == "adapter" else "no adapter"
@@ -80,10 +154,9 @@ def _architecture(file: GgufFile, *, path: Path, checkpoint: Checkpoint) -> str:
         )
     name = str(file.metadata.get("general.architecture"))
     translation = GGUF_ARCHITECTURES.get(name)
-    family = family_of(checkpoint.config)
     if translation is None or family is None or FAMILIES[translation.architecture] is not family:
         raise ExportError(
-            f"the adapter {path.name} is for the architecture {name!r}, which is not {checkpoint.source}'s",
+            f"the adapter {path.name} is for the architecture {name!r}, which is not {base}'s",
             remedy="export the model that the adapter was trained on; or give the adapter as PEFT's folder",
         )
     return name

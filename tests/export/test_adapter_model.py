@@ -11,6 +11,7 @@ import pytest
 from genserve.cli.model_access import local_models
 from genserve.llm import LLM
 from tests.export.adapters import write_adapter
+from tests.export.ggufs import write_gguf, write_gguf_adapter
 from tests.support.command_line import Ended, invoke
 
 
@@ -49,6 +50,21 @@ def test_the_export_is_a_model_that_answers(adapter, repository, monkeypatch):
     assert listed == {"tiny": None, "my-lora": "tiny"}
     assert export(adapter, repository, "--base", "tiny") == 1
     assert export(adapter, repository, "--base", "tiny", "--overwrite") == 0
+
+
+def test_an_adapter_in_gguf_answers_as_the_folder_that_it_was_converted_from(
+    adapter, repository, tiny_checkpoint, tmp_path
+):
+    file = write_gguf_adapter(adapter, tiny_checkpoint, tmp_path / "Mine.gguf")
+    assert export(adapter, repository, "--base", "tiny") == 0
+    assert export(file, repository, "--base", "tiny") == 0
+    assert answer(repository, "mine") == answer(repository, "my-lora") != answer(repository, "tiny")
+    before = sorted(repository.rglob("*"))
+    base = write_gguf(tiny_checkpoint, tmp_path / "base.gguf")
+    embedding = write_adapter(tmp_path / "embedding", tiny_checkpoint, targets=("embed_tokens",))
+    for refused in (base, write_gguf_adapter(embedding, tiny_checkpoint, tmp_path / "embedding.gguf")):
+        assert export(refused, repository, "--base", "tiny", "--name", "other") == 1
+    assert sorted(repository.rglob("*")) == before
 
 
 def test_a_receipt_of_an_adapter_is_verified(adapter, repository, tmp_path):
