@@ -167,6 +167,13 @@ class Metrics:
             "num_prompt_tokens_waiting", "Prompt tokens of the requests that wait for their first step."
         )
         self.adapters = gauge("adapters", "Adapters that requests can choose.")
+        self.max_loaded_adapters = gauge("max_loaded_adapters", "Adapters that may be in memory together.")
+        self.adapter_running = gauge(
+            "num_adapter_requests_running", "Answers after their first step, by their adapter.", "adapter"
+        )
+        self.adapter_waiting = gauge(
+            "num_adapter_requests_waiting", "Answers before their first step, by their adapter.", "adapter"
+        )
         self.block_size = gauge("kv_cache_block_size", "Tokens in a block of the KV cache.")
         self.num_blocks = gauge("kv_cache_num_blocks", "Blocks of the KV cache.")
 
@@ -226,8 +233,8 @@ class Metrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(_PREFIX + name, text, ("model", *labels), registry=self.registry)
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(_PREFIX + name, text, ("model",), registry=self.registry)
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(_PREFIX + name, text, ("model", *labels), registry=self.registry)
 
     def _histogram(
         self, name: str, text: str, *labels: str, buckets: Sequence[float] = _REQUEST_S
@@ -289,6 +296,9 @@ class GenerationMetrics:
         )
         # Only a model with adapters has these series.
         self._adapters = cache(partial(metrics.adapters.labels, model))
+        self._max_loaded_adapters = cache(partial(metrics.max_loaded_adapters.labels, model))
+        self._adapter_running = partial(metrics.adapter_running.labels, model)      # by adapter
+        self._adapter_waiting = partial(metrics.adapter_waiting.labels, model)
         self._adapter_packs = cache(partial(metrics.adapter_packs.labels, model))
         self._adapter_requests = partial(metrics.adapter_requests.labels, model)    # by adapter
         self._adapter_tokens = partial(metrics.adapter_tokens.labels, model)
@@ -356,9 +366,15 @@ class GenerationMetrics:
         hits.inc(snapshot_hits)
         recomputed.inc(recomputed_tokens)
 
-    def adapters(self, *, known: int) -> None:
-        """Report the number of adapters that requests can choose; from any thread."""
+    def adapters(self, *, known: int, max_loaded: int) -> None:
+        """Report how many adapters requests can choose, and how many may be in memory; from any thread."""
         self._adapters().set(known)
+        self._max_loaded_adapters().set(max_loaded)
+
+    def adapter_requests(self, adapter: str, *, waiting: int, running: int = 0) -> None:
+        """Report how many more answers of an adapter wait for their first step, and have had it."""
+        self._adapter_waiting(adapter).inc(waiting)
+        self._adapter_running(adapter).inc(running)
 
     def adapter_packed(self) -> None:
         """Report that an adapter was read into memory; from any thread."""

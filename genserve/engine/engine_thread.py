@@ -335,6 +335,8 @@ class EngineThread:
         # All of them are open before the engine has one, so that each ends if the engine fails.
         arrivals = self._queue.pop()
         self._open.update(dict.fromkeys((*arrivals.sequences, *arrivals.logits_requests)))
+        for sequence in arrivals.sequences:
+            self._reporter.arrived(sequence)
         return arrivals
 
     def _open_of(self, requests: Container[GenerationRequest | LogitsRequest]) -> list[Request]:
@@ -526,6 +528,11 @@ class StepReporter:
         self._snapshot_hits = 0
         self._recomputed_tokens = 0
 
+    def arrived(self, sequence: TokenSequence) -> None:
+        """Report a sequence that waits for its first step."""
+        if sequence.request.adapter is not None:
+            self._metrics.adapter_requests(sequence.request.adapter, waiting=1)
+
     def step(
         self,
         result: StepResult,
@@ -547,6 +554,8 @@ class StepReporter:
         for first in started:
             assert first.started_s is not None
             self._metrics.queued(first.started_s - first.submission.arrived_s)
+            if isinstance(first, TokenSequence) and first.request.adapter is not None:
+                self._metrics.adapter_requests(first.request.adapter, waiting=-1, running=1)
         num_prompt_tokens = result.num_prompt_tokens
         self._metrics.step(seconds=seconds, prompt_tokens=num_prompt_tokens, preempted=result.num_preempted)
         self._metrics.speculated(drafted=result.num_drafted, accepted=result.num_accepted)
@@ -606,7 +615,12 @@ class StepReporter:
             self._metrics.adapter_finished(sequence.request.adapter, new_tokens=num_tokens)
 
     def ended(self, sequence: TokenSequence) -> None:
-        """Report the longest answer of a submission when all its sequences have ended."""
+        """Report a sequence that has ended, and the longest answer when all of its submission have."""
+        if sequence.request.adapter is not None:
+            has_started = sequence.started_s is not None
+            self._metrics.adapter_requests(
+                sequence.request.adapter, waiting=-1 + has_started, running=-has_started
+            )
         submission = sequence.submission
         submission.num_open -= 1
         submission.max_new_tokens = max(submission.max_new_tokens, sequence.num_new_tokens)

@@ -209,7 +209,7 @@ class Adapters:
             self._update()
             if not self._waiting and self._make_room():
                 self._slots[info] = _Slot(packed)
-            self._metrics.adapters(known=len(self._known))
+            self._metrics.adapters(known=len(self._known), max_loaded=self._max_loaded)
         return info
 
     def unload(self, info: AdapterInfo, *, timeout_s: float = 0.0) -> None:
@@ -223,7 +223,7 @@ class Adapters:
             known = self._known.get(info.name)
             if known is not None and known.info is info:
                 del self._known[info.name]
-                self._metrics.adapters(known=len(self._known))
+                self._metrics.adapters(known=len(self._known), max_loaded=self._max_loaded)
             self._update()
             self._changed.wait_for(lambda: not self._is_used(info), timeout_s)
 

@@ -473,6 +473,8 @@ def test_requests_that_wait_for_adapters_hold_up_no_other(
 
     streams = [soon(open_stream) for _ in range(5)]
     assert soon(lambda: answer(model, None)).token_ids != expected
+    waiting, running = known._metrics._adapter_waiting("b"), known._metrics._adapter_running("b")
+    assert (waiting._value.get(), running._value.get()) == (5, 0)
     with soon(partial(open_stream, max_time_ms=1)) as stream:
         assert not join_deltas(stream).token_ids
     streams.pop().close()
@@ -484,6 +486,7 @@ def test_requests_that_wait_for_adapters_hold_up_no_other(
     model.engine.drain(timeout_s=60)
     assert not known._waiting
     assert not any(slot.users for slot in known._slots.values())
+    assert (waiting._value.get(), running._value.get()) == (0, 0)
 
 
 def test_every_end_of_a_request_gives_its_adapter_back(

@@ -7,6 +7,8 @@ its names and labels. Only metrics with the same meaning have such a name.
 from __future__ import annotations
 
 import re
+import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
@@ -104,6 +106,30 @@ def _counted_otherwise(families: Mapping[str, Metric]) -> Iterator[Metric]:
         size = {"block_size": f"{value:.0f}", "num_gpu_blocks": f"{num_blocks[labels]:.0f}"}
         cache.add_sample("vllm:cache_config_info", _renamed_labels(labels) | size, 1)
     yield cache
+    yield _adapters_with_requests(families)
+
+
+def _adapters_with_requests(families: Mapping[str, Metric]) -> Metric:
+    """Return the family by which inference gateways know which adapters a server has in use."""
+    info = Metric("vllm:lora_requests_info", "Adapters with requests, in its labels; the time.", "gauge")
+    used: dict[str, defaultdict[_Labels, list[str]]] = {}
+    for state in ("running", "waiting"):
+        used[state] = defaultdict(list)
+        for labels, count in _samples(families, f"num_adapter_requests_{state}"):
+            if count:
+                [adapter], model = _split(labels, "adapter")
+                used[state][model].append(adapter)
+    for labels, most in _samples(families, "max_loaded_adapters"):
+        names = {f"{state}_lora_adapters": ",".join(found[labels]) for state, found in used.items()}
+        of_server = _renamed_labels(labels) | names | {"max_lora": f"{most:.0f}"}
+        info.add_sample("vllm:lora_requests_info", of_server, time.time())
+    return info
+
+
+def _split(labels: _Labels, name: str) -> tuple[list[str], _Labels]:
+    """Return the value of a label, and the other labels."""
+    others = tuple((key, value) for key, value in labels if key != name)
+    return [value for key, value in labels if key == name], others
 
 
 def _samples(families: Mapping[str, Metric], name: str) -> Iterator[tuple[_Labels, float]]:

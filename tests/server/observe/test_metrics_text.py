@@ -118,6 +118,23 @@ def test_the_size_of_the_kv_cache_is_in_labels(scraped, tiny_server):
     assert int(labels["num_gpu_blocks"]) > 1
 
 
+def test_the_adapters_with_requests_are_in_labels():
+    metrics = Metrics()
+    for model in ("tiny", "other"):
+        metrics.for_model(model).adapters(known=3, max_loaded=2)
+    tiny = metrics.for_model("tiny")
+    for adapter in "abc":
+        tiny.adapter_requests(adapter, waiting=1)
+    tiny.adapter_requests("a", waiting=-1)
+    tiny.adapter_requests("c", waiting=-1, running=1)
+    text, name = metrics_text(metrics.registry).decode(), "vllm:lora_requests_info"
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    found = {sample.labels.pop("model_name"): sample.labels for sample in families[name].samples}
+    sizes = {"engine": "0", "max_lora": "2"}
+    assert found["tiny"] == sizes | {"running_lora_adapters": "c", "waiting_lora_adapters": "b"}
+    assert found["other"] == sizes | {"running_lora_adapters": "", "waiting_lora_adapters": ""}
+
+
 def test_a_latency_between_tokens_is_counted_for_each_step_of_each_answer(scraped):
     [(_, count)] = scraped["genserve_inter_token_latency_seconds_count"]
     [(_, first_tokens)] = scraped["genserve_time_to_first_token_seconds_count"]
