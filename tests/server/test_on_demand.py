@@ -115,7 +115,7 @@ STREAMS: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "responses": (
         "/v1/responses",
-        {"model": "m1", "input": "hello", "max_output_tokens": 3, "stream": True},
+        {"model": "m1", "input": "hello", "max_output_tokens": 3, "ignore_eos": True, "stream": True},
         ": ping",
     ),
     "anthropic": (
