@@ -107,13 +107,9 @@ def writes_after_the_end(events):
 
 
 def starves_low_priorities(admit):
-    def admits(self, output, prompts, **options):
-        starved = [group for group in self.waiting if group.priority > 0]
-        self.waiting = [group for group in self.waiting if group not in starved]
-        try:
-            return admit(self, output, prompts, **options)
-        finally:
-            self.waiting += starved
+    def admits(self, output, ready, prompts, **options):
+        fed = [group for group in ready if group.priority <= 0]
+        return admit(self, output, fed, prompts, **options)
 
     return admits
 
