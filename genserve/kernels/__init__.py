@@ -23,7 +23,7 @@ from genserve.kernels.build import LIBRARIES, SOURCES, library_name
 __all__ = ["build_sha256", "instruction_set", "library_path", "sources_sha256"]
 
 # The instruction sets, from the most to the least preferred.
-INSTRUCTION_SETS = ("avx512vnni", "avxvnni", "avx2", "neon", "portable")
+INSTRUCTION_SETS = ("amx", "avx512vnni", "avxvnni", "avx2", "neon", "portable")
 
 REBUILD = "install a wheel of genserve for this platform, or build them with python genserve/kernels/build.py"
 

@@ -23,6 +23,7 @@ LIBRARIES = Path(__file__).parent / "lib"
 # The instruction sets of each architecture, the most preferred first, with the compiler's names for them.
 INSTRUCTION_SETS = {
     "x86_64": {
+        "amx": "x86_64_v4+avx512vnni+amx_int8+amx_tile",
         "avx512vnni": "x86_64_v4+avx512vnni",
         "avxvnni": "x86_64_v3+avxvnni",
         "avx2": "x86_64_v3",

@@ -6,6 +6,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #elif defined(_WIN32)
 #include <windows.h>
 #elif defined(__linux__)
@@ -28,6 +32,16 @@ inline uint32_t saved_registers() {
   return low;
 }
 
+// Asks the operating system for AMX's registers, which Linux saves only for processes that have asked.
+inline bool may_use_matrices() {
+#if defined(__linux__)
+  constexpr long kRequestState = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestState, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
 inline bool cpu_supports(const char* instruction_set) {
   const auto has = [](uint32_t word, uint32_t bits) { return (word & bits) == bits; };
   const auto bit = [](int n) { return uint32_t{1} << n; };
@@ -38,9 +52,11 @@ inline bool cpu_supports(const char* instruction_set) {
                     has(saved_registers(), 0x06);
   if (!avx2 || strcmp(instruction_set, "avx2") == 0) return avx2;
   if (strcmp(instruction_set, "avxvnni") == 0) return has(more.eax, bit(4));
-  return strcmp(instruction_set, "avx512vnni") == 0 &&
-         has(extended.ebx, bit(16) | bit(17) | bit(28) | bit(30) | bit(31)) &&  // AVX512 F DQ CD BW VL
-         has(extended.ecx, bit(11)) && has(saved_registers(), 0xe6);
+  const bool avx512vnni = has(extended.ebx, bit(16) | bit(17) | bit(28) | bit(30) | bit(31)) &&  // AVX512 F DQ CD BW VL
+                          has(extended.ecx, bit(11)) && has(saved_registers(), 0xe6);
+  if (!avx512vnni || strcmp(instruction_set, "avx512vnni") == 0) return avx512vnni;
+  return strcmp(instruction_set, "amx") == 0 && has(extended.edx, bit(24) | bit(25)) &&  // AMX TILE INT8
+         has(saved_registers(), 0x600e6) && may_use_matrices();
 }
 
 #else

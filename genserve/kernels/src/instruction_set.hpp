@@ -18,6 +18,7 @@
 //                      with weights of 5 bits, or of 8 inputs with weights of 6 bits
 //   kGroupsOfTile      groups of 16 outputs that a tile of more than two rows computes together, of the two in a panel
 //   kInt8Rows, kBlockRows, kFloatRows      most rows of a tile, whose sums fit in the registers
+//   kMatrixRows        most rows of a tile with weights of 8 bits that is multiplied as matrices (amx.hpp); 0: none
 #pragma once
 
 #include "vector.hpp"
@@ -54,7 +55,12 @@ constexpr bool kPackedSums = false;
 
 #if defined(__AVX512VNNI__)
 
+#if defined(__AMX_INT8__)
+constexpr const char* kInstructionSet = "amx";
+constexpr int kMatrixRows = 96;
+#else
 constexpr const char* kInstructionSet = "avx512vnni";
+#endif
 constexpr int kGroupsOfTile = 2, kInt8Rows = 12, kBlockRows = 6, kFloatRows = 12;  // 32 registers of 16 lanes
 
 constexpr int kInt8Offset = 128;  // vpdpbusd multiplies unsigned with signed bytes
@@ -183,6 +189,10 @@ GENSERVE_INLINE u32x16 dot(u32x16 sums, u8x64 w, int32_t x) {
   return sums;
 }
 
+#endif
+
+#if !defined(__AMX_INT8__)
+constexpr int kMatrixRows = 0;
 #endif
 
 }  // namespace genserve

@@ -23,6 +23,7 @@
 
 #include <math.h>
 
+#include "amx.hpp"
 #include "blocks.hpp"
 #include "low_rank.hpp"
 #include "team.hpp"
@@ -35,6 +36,7 @@ constexpr int kInt8Block = 64;   // inputs of a block; inputs of 8-bit weights a
 constexpr int kInt4Block = 32;
 constexpr int kPackedTiles = 2;  // tiles that read packed blocks; for more, unpacking them once pays
 constexpr int kChunkRows = 96;   // most rows of a chunk, which stay in the L2 cache while a panel streams
+static_assert(kMatrixRows == 0 || kMatrixRows == kChunkRows);
 constexpr int64_t kMaxInt8Inputs = 1 << 17;  // 2^17 * 127 * 127 is below 2^31
 
 enum class WeightFormat : int32_t {
@@ -415,11 +417,11 @@ class PreparedRows {
 
   // The memory of a number of rows.
   size_t bytes(int64_t rows) const {
-    return Scratch::bytes_of<char>(bytes_of_row() * (size_t)rows) + Scratch::bytes_of<float>(scales_of(rows)) +
+    return Scratch::bytes_of<char>(bytes_of_row() * rows_in_memory(rows)) + Scratch::bytes_of<float>(scales_of(rows)) +
            Scratch::bytes_of<int32_t>(scales_of(rows));
   }
   void open(Scratch& scratch, int64_t rows) {
-    values_ = scratch.take<char>(bytes_of_row() * (size_t)rows);
+    values_ = scratch.take<char>(bytes_of_row() * rows_in_memory(rows));
     scales_ = scratch.take<float>(scales_of(rows));
     starts_ = scratch.take<int32_t>(scales_of(rows));
   }
@@ -456,6 +458,8 @@ class PreparedRows {
     if (in_blocks(a_.weight_format)) return (size_t)sizes_.blocks * sizeof(BlockOfRow);
     return (size_t)sizes_.inputs * (is_float() ? sizeof(float) : sizeof(int8_t));
   }
+  // Matrices read the memory of sixteen rows, of which only the first may exist.
+  static size_t rows_in_memory(int64_t rows) { return (size_t)(rows > 0 && kMatrixRows > 0 ? rows + kRowsOfMatrix - 1 : rows); }
   // Blocks of blocks.hpp have theirs within them.
   size_t scales_of(int64_t rows) const {
     return is_float() || in_blocks(a_.weight_format) ? 0 : (size_t)(rows * sizes_.blocks);
@@ -501,8 +505,10 @@ class PreparedRows {
 
 // ------------------------------------------------------------------------------------------- tiles
 
+// A format computes the outputs of kRows rows with tile(), in registers for up to kVectorRows. With matrices, kRowsOfTile is
+// larger, and multiply_matrix() computes any rows up to it.
 struct Int8Format {
-  static constexpr int kRowsOfTile = kInt8Rows;
+  static constexpr int kVectorRows = kInt8Rows, kRowsOfTile = kMatrixRows > 0 ? kMatrixRows : kVectorRows;
 
   template <int kRows>
   static void tile(const InputRows& x, int64_t row, const void* panel, const float* scales, Ahead ahead, Outputs* y) {
@@ -554,12 +560,30 @@ struct Int8Format {
       }
     }
   }
+
+  static void multiply_matrix(int rows, const InputRows& x, int64_t row, const void* panel, const float* scales, Ahead ahead,
+                              Outputs* y) {
+    const MatrixRegisters registers;
+    MatrixSums sums;
+    registers.multiply(rows, x.q + row * x.stride, x.stride, static_cast<const uint8_t*>(panel), x.stride, ahead, sums);
+    GENSERVE_UNROLL
+    for (int g = 0; g < 2; g++) {
+      const f32x16 scale = load(scales + kLanes * g);
+      const float* const x_scales = x.scales + row;
+      const int32_t* const starts = x.starts + row;
+      for (int r = 0; r < rows; r++) {
+        const u32x16 total = sums.get(r, g) + (u32x16)broadcast(starts[r]);
+        y[r][g] = __builtin_convertvector((i32x16)total, f32x16) * (scale * x_scales[r]);
+      }
+    }
+  }
 };
 
 // Weights with a scale per block of inputs: integer sums within a block, float sums over blocks.
 template <int kBits, class Sums>
 struct BlockFormat {
-  static constexpr int kRowsOfTile = kBlockRows;
+  // Four bits would have to be unpacked for matrices, which costs what these save.
+  static constexpr int kVectorRows = kBlockRows, kRowsOfTile = kBits == 8 && kMatrixRows > 0 ? kMatrixRows : kVectorRows;
   static constexpr int kInputs = kBits == 8 ? kInt8Block : kInt4Block;       // of a block
   static constexpr int kInputsOfStep = kBits == 8 ? 4 : 8;                   // in the 128 bytes of a step
 
@@ -623,6 +647,28 @@ struct BlockFormat {
       }
     }
   }
+
+  static void multiply_matrix(int rows, const InputRows& x, int64_t row, const void* panel, const float* scales, Ahead ahead,
+                              Outputs* y) {
+    const MatrixRegisters registers;
+    MatrixSums sums;
+    const int8_t* q = x.q + row * x.stride;
+    const uint8_t* w = static_cast<const uint8_t*>(panel);
+    memset(y, 0, sizeof *y * (size_t)rows);
+    for (int64_t block = 0; block < x.blocks; block++, q += kInputs, w += kInputs * kPanel, scales += kPanel) {
+      registers.multiply(rows, q, x.stride, w, kInputs, ahead, sums);
+      GENSERVE_UNROLL
+      for (int g = 0; g < 2; g++) {
+        const f32x16 weight_scale = load(scales + kLanes * g);
+        const float* x_scale = x.scales + row * x.blocks + block;
+        const int32_t* start = x.starts + row * x.blocks + block;
+        for (int r = 0; r < rows; r++, x_scale += x.blocks, start += x.blocks) {
+          const u32x16 all = sums.get(r, g) + (u32x16)broadcast(*start);
+          y[r][g] = fma(__builtin_convertvector((i32x16)all, f32x16), weight_scale * *x_scale, y[r][g]);
+        }
+      }
+    }
+  }
 };
 
 typedef BlockFormat<8, u32x16> Int8BlockFormat;
@@ -630,7 +676,7 @@ typedef BlockFormat<4, Int4Sums> Int4BlockFormat;
 static_assert(kInt4Block / 4 * 15 * 127 * 2 < 1 << 15);  // AVX2's Int4Sums have 16 bits
 
 struct Float32Format {
-  static constexpr int kRowsOfTile = kFloatRows;
+  static constexpr int kVectorRows = kFloatRows, kRowsOfTile = kVectorRows;
 
   template <int kRows>
   static void tile(const InputRows& x, int64_t row, const void* panel, const float*, Ahead ahead, Outputs* y) {
@@ -669,10 +715,13 @@ struct Float32Format {
   }
 };
 
-// A tile of `rows` (1 to kRows) rows.
-template <class Format, int kRows = Format::kRowsOfTile>
+// A tile of `rows` (1 to Format::kRowsOfTile) rows.
+template <class Format, int kRows = Format::kVectorRows>
 inline void multiply(int rows, const InputRows& x, int64_t row, const void* panel, const float* scales, Ahead ahead,
                      Outputs* y) {
+  if constexpr (kRows == Format::kVectorRows && kRows < Format::kRowsOfTile) {
+    if (rows > kRows) return Format::multiply_matrix(rows, x, row, panel, scales, ahead, y);
+  }
   if constexpr (kRows > 1) {
     if (rows < kRows) return multiply<Format, kRows - 1>(rows, x, row, panel, scales, ahead, y);
   }
