@@ -160,8 +160,8 @@ def reference() -> str:
     """Return the page of the architectures and the quantized weights that are read."""
     text = [
         "# Architectures",
-        "`genserve export` builds the graphs of these architectures; [models](../models.md#what-runs) says what "
-        "becomes of others. The last column has the name in GGUF files, if such files are read.",
+        "`genserve export` builds the graphs of these architectures; [models](../models.md#what-runs) says "
+        "what becomes of others. The last column has the name in GGUF files, if such files are read.",
         built(),
         "## Text models of others",
         "Of these checkpoints, which also have an encoder of images or sound, the text model is exported:",

@@ -10,7 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
-GENERATED = re.compile(r"^(\.\./)*reference/(cli|environment|http|sampling|config|sdk|metrics|errors|architectures)\.md$")
+GENERATED = re.compile(
+    r"^(\.\./)*reference/(cli|environment|http|sampling|config|sdk|metrics|errors|architectures)\.md$"
+)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 BASES = (ROOT, ROOT / "genserve", *(path for path in (ROOT / "genserve").rglob("*") if path.is_dir()))
 
