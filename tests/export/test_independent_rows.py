@@ -68,7 +68,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return tiny_checkpoint(folder / "checkpoint", **TINY_MODELS[request.param])
 
 
-@pytest.fixture(scope="module", params=NUMBERS)
+@pytest.fixture(scope="module", params=with_extended(NUMBERS, always={"int4", "kv8"}))
 def graph(checkpoint: Path, request: pytest.FixtureRequest) -> WrittenGraph:
     precision, kv_cache = NUMBERS[request.param]
     return write_graph(checkpoint, checkpoint.parent / request.param, precision=precision, kv_cache=kv_cache)

@@ -18,6 +18,7 @@ from genserve.export.text_part import WRAPPERS
 from tests.export.graphs import write_graph
 from tests.export.test_families import MAX_DIFFERENCE, chunked_logits, random_ids
 from tests.export.tiny_models import TINY_MODELS, randomize, tiny_checkpoint
+from tests.support.representatives import with_extended
 from tests.support.tiny_llama import tiny_tokenizer
 from tests.support.transformers_reference import reference_logits, reference_model
 
@@ -106,7 +107,9 @@ def test_the_text_model_of_gemma_3n_is_found_in_its_wrapper(tmp_path: Path) -> N
     assert np.abs(chunked_logits(graph, ids) - expected).max() < MAX_DIFFERENCE
 
 
-@pytest.mark.parametrize("model_type", _TEXTS)
+@pytest.mark.parametrize(
+    "model_type", with_extended(_TEXTS, always={"gemma3", "gemma4", "mistral3", "qwen3_5", "voxtral"})
+)
 def test_a_text_model_equals_the_whole_model(
     tmp_path: Path, model_type: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -165,7 +165,7 @@ def test_a_row_has_the_bits_of_its_adapter_alone(weight_format: str, norm: str, 
         rng, in_features=135, out_features=120, weight_format=weight_format, norm=norm, gated=gated
     )
     adapters = [random_adapter(rng, layer, ranks) for ranks in ([16], [4, 0, 7], [0], [8, 3])]
-    rows = rng.integers(-1, len(adapters), 130).tolist()
+    rows = rng.integers(-1, len(adapters), 70).tolist()
     x = rng.standard_normal((len(rows), layer.in_features), dtype=np.float32)
     alone = np.concatenate([
         adapted(layer, x[i : i + 1], adapters[row : row + 1], [0])
@@ -175,7 +175,7 @@ def test_a_row_has_the_bits_of_its_adapter_alone(weight_format: str, norm: str, 
     ])
     for threads in (1, 2, 5):
         np.testing.assert_array_equal(adapted(layer, x, adapters, rows, threads=threads), alone)
-    for size in (1, 7, 64):
+    for size in (7, 64):
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
             np.testing.assert_array_equal(adapted(layer, x[part], adapters, rows[part]), alone[part])

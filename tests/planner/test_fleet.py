@@ -17,6 +17,7 @@ from genserve.planner.simulated_replica import ReplicaKind
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.tuning.measured_steps import ServingCost, StepSize
 from tests.fakes.sequences import IdText
+from tests.support.representatives import with_extended
 
 _ANY_ID = 1 << 40
 
@@ -114,7 +115,7 @@ def load(**changes: object) -> SyntheticLoad:
     return replace(some, **changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("rate", [2.0, 6.0, 9.0])
+@pytest.mark.parametrize("rate", with_extended([2.0, 6.0, 9.0], always={2.0, 9.0}))
 @pytest.mark.parametrize(
     ("num_blocks", "output_len", "num_state_slots"), [(128, 20, 0), (26, 80, 0), (128, 20, 9), (26, 80, 20)]
 )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
+from pydantic import BaseModel
 
 from genserve.sampling.param_table import SECTIONS
 from genserve.sampling.sampling_params import PARAMETERS
@@ -39,6 +41,11 @@ def test_every_dialect_has_the_parameters_but_those_that_it_names_otherwise(body
     assert PARAMETERS.keys() - body.model_fields.keys() <= otherwise
 
 
+@cache
+def schema_of(body: type[BaseModel]) -> dict[str, Any]:
+    return body.model_json_schema()
+
+
 def accepts(schema: Mapping[str, Any], value: Any) -> bool:
     return Draft202012Validator(schema).is_valid(value)
 
@@ -47,7 +54,7 @@ def accepts(schema: Mapping[str, Any], value: Any) -> bool:
 def test_the_schema_of_a_field_has_the_text_the_default_and_the_range_of_the_table(row):
     # Parameters that OpenAI's routes have under another name, or as another type.
     body = CompletionBody if row.name in ("best_of", "prompt_logprobs", "logprob_token_ids") else ChatBody
-    schema = body.model_json_schema()
+    schema = schema_of(body)
     field = {**schema["properties"][row.name], "$defs": schema["$defs"]}
     effect = re.sub(r" \(\[.*?\)\)", "", row.doc)
     assert field["description"].lower().startswith(effect.lower())
