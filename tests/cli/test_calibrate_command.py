@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,9 @@ def repository(tiny_repository: Path, tmp_path_factory: pytest.TempPathFactory) 
     return shutil.copytree(tiny_repository, tmp_path_factory.mktemp("calibrate") / "repository")
 
 
-def ask(server: LiveServer, state: str) -> dict[str, Any]:
+def ask(server: LiveServer, state: str, *, post: Callable[..., Any] = httpx2.post) -> dict[str, Any]:
     body = {"state": state, "questions": QUESTIONS}
-    answers: dict[str, Any] = httpx2.post(f"{server.url}/v1/systemone", json=body).json()["answers"]
+    answers: dict[str, Any] = post(f"{server.url}/v1/systemone", json=body).json()["answers"]
     return answers
 
 
@@ -52,8 +53,9 @@ def at_temperature(found: np.ndarray, temperature: float) -> np.ndarray:
 @pytest.fixture(scope="module")
 def raw(repository: Path) -> dict[str, dict[str, Any]]:
     """The answers of the model without a calibration, by state."""
-    with LiveServer(repository) as server:
-        return {f"Walk {index}": ask(server, f"Walk {index}") for index in range(NUM_LINES)}
+    with LiveServer(repository) as server, httpx2.Client() as client:
+        states = [f"Walk {index}" for index in range(NUM_LINES)]
+        return {state: ask(server, state, post=client.post) for state in states}
 
 
 @pytest.fixture(scope="module")
