@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file
+
+from tests.support.tiny_llama import tiny_llama_checkpoint
 
 pytestmark = pytest.mark.extended
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -251,3 +254,13 @@ def test_two_of_five_models_answer_clients_in_random_order(tiny_repository: Path
     assert report["reserved at most, MiB"] <= report["budget, MiB"]
     assert report["unloads for memory"] > 0
     assert "| loads " in printed
+
+
+def test_a_checkpoint_is_converted_for_other_engines(tmp_path: Path) -> None:
+    source = tiny_llama_checkpoint(tmp_path / "source")
+    script = BENCHMARKS / "peers" / "hugging_face_folder.py"
+    command = [sys.executable, str(script), str(source), str(tmp_path / "converted")]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    weights = load_file(tmp_path / "converted" / "model.safetensors")
+    assert {array.dtype.name for array in weights.values()} == {"float32"}
