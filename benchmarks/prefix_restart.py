@@ -5,9 +5,10 @@
 starts `genserve serve --prefix-cache-dir` with an empty folder, sends `--rounds` prompts of `--tokens` tokens
 twice, stops the server, starts another one on the folder and sends it the prompts again. Prints the medians
 of the time to first token: computed, from memory and from disk. Fails unless all answers to a prompt have the
-same tokens and log-probabilities. Then runs a server with a folder and one without it side by side, sends
-both new prompts in turns, and prints how much longer the one with the folder takes for prompt and answer;
-with `--cost-rounds 0` it does not.
+same tokens and log-probabilities. Then runs a server with a folder and one without it side by side. In each
+round both have the same 8 conversations of three turns at once, one server after the other: a system prompt
+of `--cost-tokens` tokens that all share, messages of half as many, and answers of 32 tokens. Prints how much
+more time, and CPU time of the process, the server with the folder takes; with `--cost-rounds 0` it does not.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import count
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 from report import markdown
-from servers import Running, genserve_server, measured_in_turns
+from servers import Running, cpu_s, genserve_server
 
 ANSWER_TOKENS = 32
+STREAMS, TURNS = 8, 3     # of the conversations
 
 
 def main() -> None:
@@ -54,27 +57,47 @@ def main() -> None:
 
 
 def _cost(options: argparse.Namespace) -> str:
-    """Return a table of how long servers with and without a folder take for new prompts."""
+    """Return a table of what a folder costs a server with conversations: time, and CPU time."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         servers = {
             name: stack.enter_context(genserve_server(options.model_repository, flags=flags))
             for name, flags in (("off", []), ("on", [f"--prefix-cache-dir={folder}"]))
         }
-        seeds = {name: count(1000) for name in ("off", "on")}
-        names = {server.pid: name for name, server in servers.items()}
+        threads = stack.enter_context(ThreadPoolExecutor(STREAMS))
+        figures: dict[str, list[tuple[float, float]]] = {name: [] for name in servers}
+        for number in range(options.cost_rounds + 1):
+            answers = {}
+            for name in sorted(servers, reverse=number % 2 == 1):
+                server = servers[name]
+                before_s, started_s = cpu_s(server.pid), time.perf_counter()
+                seeds = range(number * STREAMS, (number + 1) * STREAMS)
+                answers[name] = [*threads.map(partial(_converse, server, options.cost_tokens), seeds)]
+                taken_s = time.perf_counter() - started_s
+                figures[name].append((taken_s, cpu_s(server.pid) - before_s))
+            if answers["off"] != answers["on"]:
+                raise SystemExit("an answer of the server with a folder is another one")
+    off, on = (figures[name][1:] for name in ("off", "on"))     # the first round warms up
+    rows = []
+    for index, kind in enumerate(("time", "CPU time")):
+        pairs = [(a[index], b[index]) for a, b in zip(off, on, strict=True)]
+        ratios = sorted(b / a for a, b in pairs)
+        middle = [f"{statistics.median(column):.2f}" for column in zip(*pairs, strict=True)]
+        quarters = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        rows.append([kind, *middle, *(f"{(ratio - 1) * 100:+.1f} %" for ratio in quarters)])
+    titles = ("of a round", "off, s", "on, s", "lower quartile", "median of ratios", "upper quartile")
+    return markdown(titles, rows)
 
-        def seconds(server: Running) -> float:
-            prompt = _prompt(options.cost_tokens, seed=next(seeds[names[server.pid]]))
-            started_s = time.perf_counter()
-            _ask(server, prompt)
-            return time.perf_counter() - started_s
 
-        figures = measured_in_turns(servers, seconds, rounds=options.cost_rounds + 1)
-    off, on = (figures[name][1:] for name in ("off", "on"))
-    ratios = [b / a for a, b in zip(off, on, strict=True)]
-    row = [f"{statistics.median(off) * 1e3:.0f}", f"{statistics.median(on) * 1e3:.0f}"]
-    row.append(f"{(statistics.median(ratios) - 1) * 100:+.1f} %")
-    return markdown(("off, ms", "on, ms", "median of the ratios"), [row])
+def _converse(server: Running, num_tokens: int, seed: int) -> list[Any]:
+    """Have a conversation of some turns, each with a new message, and return the answers."""
+    prompt = _prompt(num_tokens, seed=-2)       # the system prompt, which all have
+    answers = []
+    for turn in range(TURNS):
+        prompt += _prompt(num_tokens // 2, seed=1000 + seed * TURNS + turn)
+        _, answer = _ask(server, prompt)
+        prompt += answer[0]
+        answers.append(answer)
+    return answers
 
 
 def _prompt(num_tokens: int, *, seed: int) -> list[int]:
@@ -107,7 +130,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model-repository", type=Path, default=Path("model_repository"))
     parser.add_argument("--tokens", type=int, default=3000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cost-tokens", type=int, default=512)
+    parser.add_argument("--cost-tokens", type=int, default=256)
     parser.add_argument("--cost-rounds", type=int, default=20)
     return parser.parse_args()
 

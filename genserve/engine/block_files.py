@@ -32,6 +32,7 @@ _MARK = b"genserve"
 _FOLDER_NAME = re.compile(r"[0-9a-f]{32}")
 _FILE_NAME = re.compile(r"[0-9a-f]{64}\.kv")
 _UNFINISHED = re.compile(r"\.[0-9a-f]{64}\.[0-9a-f]{16}")
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 _ABANDONED_S = 600.0    # an unfinished file that is older belongs to a process that was killed
 
 
@@ -85,21 +86,29 @@ class BlockFiles:
         """
         if key in self:
             return 0
-        path = self._path(key)
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        unfinished = self._folder / f".{key.hex()}.{self._writer}"
+        # Not pathlib and io: a writer of small blocks would hold the interpreter for longer than it writes.
+        unfinished = f"{self._folder}/.{key.hex()}.{self._writer}"
         try:
-            with unfinished.open("wb", buffering=0) as file:
-                header = self._header(key, row)
-                size = os.writev(file.fileno(), [header, row.data])
+            file = self._create(unfinished)
+            try:
+                size = os.writev(file, [self._header(key, row), row.data])
                 while size < HEADER_BYTES + len(row):    # the disk is nearly full: the next call says so
-                    size += os.write(file.fileno(), row.data[size - HEADER_BYTES :])
-            unfinished.replace(path)
+                    size += os.write(file, row.data[size - HEADER_BYTES :])
+            finally:
+                os.close(file)
+            os.replace(unfinished, self._path(key))  # noqa: PTH105
         except OSError:
             with suppress(OSError):
-                unfinished.unlink()
+                os.unlink(unfinished)  # noqa: PTH108
             raise
         return size
+
+    def _create(self, path: str) -> int:
+        try:
+            return os.open(path, _CREATE, 0o666)
+        except FileNotFoundError:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return os.open(path, _CREATE, 0o666)
 
     def __contains__(self, key: bytes) -> bool:
         """Whether a block has a file, which may be damaged."""
