@@ -93,7 +93,7 @@ class _Resident:
     keep_alive_s: float
     is_pinned: bool = False
     num_uses: int = 0
-    used_s: float = field(default_factory=time.monotonic)
+    used_s: float = field(default_factory=lambda: time.monotonic())
     yields: bool = False
 
     @property
@@ -111,7 +111,7 @@ class _Load:
     is_nested: bool = False     # code of a model waits, which may hold memory that another load waits for
     pins: bool = False
     sizes: Mapping[str, int] | None = None      # as of `_Resident`, estimated; None: not yet
-    asked_s: float = field(default_factory=time.monotonic)
+    asked_s: float = field(default_factory=lambda: time.monotonic())
 
     @property
     def is_wanted(self) -> bool:
@@ -284,7 +284,7 @@ class OnDemandModels:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        if self._thread.ident is not None:
+        if self._thread.is_alive():
             self._thread.join()
         for load in self._queue:
             _fail(load, stopping())

@@ -8,6 +8,7 @@ from functools import lru_cache
 from random import Random
 
 import numpy as np
+from numpy.typing import NDArray
 
 from genserve.engine.logits_model import ForwardBatch
 from genserve.sampling.logits_array import FloatArray
@@ -51,10 +52,10 @@ def best_after(token_ids: Sequence[int]) -> int:
 
 
 class SimulatedLogits:
-    """Implements `LogitsModel`. A place in the cache has the digest of all tokens up to its own.
+    """Implements `LogitsModel` and `BlockMemory`. A place in the cache has the digest of all tokens up to it.
 
     With state slots, a sequence's digest goes on from its state. A forward takes virtual time, during which
-    other threads run.
+    other threads run. The bytes of blocks and states in files depend on `weights` too.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class SimulatedLogits:
         num_state_slots: int,
         failure_rate: float,
         on_failure: Callable[[], None],
+        weights: int = 0,
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.max_length = max_length
@@ -83,6 +85,7 @@ class SimulatedLogits:
         self._threads = threads
         self._rng = rng
         self._on_failure = on_failure
+        self._weights = np.uint8(weights)
         self._step_s = rng.choice([0.001, 0.01, 0.05])
         self._token_s = rng.choice([0.0, 0.0001, 0.001])
 
@@ -127,6 +130,40 @@ class SimulatedLogits:
         for source, target in pairs:
             self.cache[target] = self.cache[source]
             self._nan_blocks[target] = self._nan_blocks[source]
+
+    def block_after(self, token_ids: Sequence[int]) -> NDArray[np.uint8]:
+        """Return the block that ends with the last of these tokens, as weights of 0 write it."""
+        digests = _state_after(tuple(token_ids))[0][-4 * self.block_size :]
+        return np.frombuffer(digests.ljust(self.block_bytes, b"\0"), np.uint8)
+
+    def state_after(self, token_ids: Sequence[int]) -> NDArray[np.uint8]:
+        """Return the state after these tokens, as weights of 0 write it."""
+        digest = _state_after(tuple(token_ids))[1]
+        return np.frombuffer(digest.to_bytes(4, "little"), np.uint8)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_size * (self.cache.itemsize + self._nan_blocks.itemsize)
+
+    @property
+    def state_bytes(self) -> int:
+        return self.states.itemsize if self.num_state_slots else 0
+
+    def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
+        chosen = list(block_ids)
+        parts = [self.cache[chosen].view(np.uint8), self._nan_blocks[chosen].view(np.uint8)]
+        return np.concatenate(parts, axis=1) ^ self._weights
+
+    def write_blocks(self, block_ids: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        digests, poisoned = np.split(rows ^ self._weights, [self.block_size * self.cache.itemsize], axis=1)
+        self.cache[list(block_ids)] = np.ascontiguousarray(digests).view(np.uint32)
+        self._nan_blocks[list(block_ids)] = poisoned != 0
+
+    def read_states(self, slots: Sequence[int]) -> NDArray[np.uint8]:
+        return self.states[list(slots), np.newaxis].view(np.uint8) ^ self._weights
+
+    def write_states(self, slots: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        self.states[list(slots)] = (rows ^ self._weights).view(np.uint32)[:, 0]
 
     def holds(self, block_ids: Sequence[int], token_ids: Sequence[int]) -> bool:
         """Whether the cache has the states of these tokens in these blocks."""

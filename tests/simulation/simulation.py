@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -54,6 +54,7 @@ class Simulation:
     factory: Factory
     sink: EventLoopSink
     options: dict[str, Any]
+    pinned: Sequence[str] | None = None  # the models that are loaded at the start; None: all
     within_s: float  # in which the requests arrive
 
     def __init__(self, seed: int, *, trace: Callable[[str], None] | None = None) -> None:
@@ -156,9 +157,9 @@ class Simulation:
         raise NotImplementedError
 
     def _main(self) -> None:
-        options = RepositoryOptions(control_mode=ControlMode.EXPLICIT, **self.options)
+        options = RepositoryOptions(**{"control_mode": ControlMode.EXPLICIT, **self.options})
         self.repository = Repository([], options=options)
-        self.repository.start()
+        self.repository.start(self.pinned)
         rng = self.random()
         self.loop = VirtualEventLoop(self.threads, rng, overtaking_rate=rng.choice([0.0, 0.2]))
         self.dispatcher = ResponseDispatcher(self.loop)

@@ -58,15 +58,19 @@ def draw_config(rng: Random, name: str) -> ModelConfig:
         options["dynamic_batching"] = _dynamic_batching(rng)
     elif kind == "sequence":
         options["sequence_batching"] = _sequence_batching(rng)
-    return ModelConfig(
-        name=name,
-        backend="simulated",
+    return tensor_config(
+        name,
+        group,
         max_batch_size=0 if kind == "direct" else MAX_BATCH_SIZE,
-        inputs=(_X,),
-        outputs=(_Y,),
-        instance_groups=(group,),
         decoupled=kind != "sequence" and rng.random() < 0.3,
         **options,
+    )
+
+
+def tensor_config(name: str, group: InstanceGroup, **options: Any) -> ModelConfig:
+    """Return a model with one number as its input and as its output."""
+    return ModelConfig(
+        name=name, backend="simulated", inputs=(_X,), outputs=(_Y,), instance_groups=(group,), **options
     )
 
 
@@ -133,9 +137,10 @@ class SimulatedBackend:
         simulation, rng = self._simulation, self._rng
         self._check(batch)
         simulation.check_execution(batch)
-        [claim] = self._config.instance_groups[0].rate_limiter.resources
+        claims = self._config.instance_groups[0].rate_limiter
+        num_needed = sum(claim.count for claim in claims.resources) if claims else 0
         self._is_executing = True
-        simulation.use(claim.count)
+        simulation.use(num_needed)
         try:
             simulation.threads.sleep(rng.choice([0.0, 0.0001, 0.01, 0.05]))
             kind = rng.random()
@@ -149,7 +154,7 @@ class SimulatedBackend:
             for slot, inference in enumerate(batch):
                 self._answer(inference, slot)
         finally:
-            simulation.use(-claim.count)
+            simulation.use(-num_needed)
             self._is_executing = False
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from genserve.batching.queue_scheduler import QueueScheduler
 from genserve.batching.rate_limiter import RateLimiter
 from genserve.batching.sequence_slots import DirectSlots
 from genserve.engine import kv_cache_manager
+from genserve.engine.block_files import HEADER_BYTES, BlockFiles
 from genserve.engine.delta_streams import AsyncDeltaStream
+from genserve.engine.disk_cache import DiskCache
 from genserve.engine.engine import Engine
 from genserve.engine.engine_request import Request
 from genserve.engine.engine_thread import EngineThread
@@ -25,9 +28,12 @@ from genserve.engine.kv_cache_manager import KVCacheManager
 from genserve.engine.scheduler import Scheduler
 from genserve.engine.state_slots import NO_SLOT, StateSlots
 from genserve.engine.step_processor import StepProcessor
+from genserve.repository import on_demand
 from genserve.repository.model_lifecycle import _Unloader
 from genserve.repository.model_versions import ModelVersion
+from genserve.repository.on_demand import OnDemandModels
 from genserve.server.http import sse_response
+from tests.simulation.on_demand_simulation import OnDemandSimulation
 from tests.simulation.tensor_simulation import TensorSimulation
 from tests.simulation.text_simulation import TextSimulation
 from tests.simulation.virtual_threads import virtual_product
@@ -44,6 +50,8 @@ ALWAYS = {
     "outputs mixed up",
     "instances that sleep on",
     "an inference that stays pending",
+    "a torn file read",
+    "a model in use unloaded",
 }
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -242,7 +250,53 @@ TENSOR_PLANTS: dict[str, Plant] = {
     "an instance that does not end": replaced(QueueScheduler, "_notify_all", lambda _: lambda self: None),
 }
 
+
+def forgets_what_waits(release):
+    def releases(self, name):
+        with self._changed:
+            self._queue = type(self._queue)(load for load in self._queue if load.name != name)
+        return release(self, name)
+
+    return releases
+
+
+ON_DEMAND_PLANTS: dict[str, Plant] = {
+    "a model in use unloaded": replaced(
+        OnDemandModels, "_is_free", lambda _: lambda self, resident, *, leaving: True
+    ),
+    "more models than fit": replaced(
+        OnDemandModels, "_fits", lambda _: lambda self, residents, sizes: True
+    ),
+    "a failed load that nobody hears of": replaced(
+        on_demand, "_fail", lambda _: lambda load, error: None
+    ),
+    "an unload that loses what waits": replaced(OnDemandModels, "release", forgets_what_waits),
+}
+
+
+def checks_no_content(_header):
+    return lambda self, key, row: bytes(HEADER_BYTES)
+
+
+def ignores_the_fingerprint(init):
+    def begins(self, folder, *, fingerprint, **options):
+        init(self, folder, fingerprint="0" * 32, **options)
+
+    return begins
+
+
+def leaves_copies_to_a_full_disk(_run):
+    def runs(self, files, folder, max_bytes):
+        with suppress(OSError):
+            self._write_all(files, folder, max_bytes)
+
+    return runs
+
+
 PLANTS: dict[str, Plant] = {
+    "a torn file read": replaced(BlockFiles, "_header", checks_no_content),
+    "blocks of other weights": replaced(BlockFiles, "__init__", ignores_the_fingerprint),
+    "copies that a full disk leaves": replaced(DiskCache, "_run", leaves_copies_to_a_full_disk),
     "a leaked block": replaced(KVCacheManager, "_free_blocks", leaks_a_block),
     "a wrong reference count": replaced(KVCacheManager, "_touch", counts_a_shared_block_once),
     "blocks shared by different tokens": replaced(kv_cache_manager, "block_key", ignores_the_last_token),
@@ -283,3 +337,9 @@ def test_a_planted_fault_of_generation_is_reported(plant, monkeypatch):
 def test_a_planted_fault_of_other_models_is_reported(plant, monkeypatch):
     plant(monkeypatch)
     assert any(TensorSimulation(seed).run().problems for seed in range(MAX_SEEDS))
+
+
+@pytest.mark.parametrize("plant", plants(ON_DEMAND_PLANTS))
+def test_a_planted_fault_of_models_on_demand_is_reported(plant, monkeypatch):
+    plant(monkeypatch)
+    assert any(OnDemandSimulation(seed).run().problems for seed in range(MAX_SEEDS))

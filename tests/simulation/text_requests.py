@@ -191,7 +191,7 @@ class TextRequests:
         self._rng = rng
         self._within_s = within_s
         self._rates = rates
-        self._stems = [tuple(rng.randrange(NUM_WORDS) for _ in range(28)) for _ in range(2)]
+        self.stems = [tuple(rng.randrange(NUM_WORDS) for _ in range(28)) for _ in range(2)]
 
     def _has(self, name: str) -> bool:
         return self._rng.random() < self._rates.get(name, 0.0)
@@ -200,7 +200,7 @@ class TextRequests:
         """Return a prompt of at most 32 tokens."""
         rng = self._rng
         own = (rng.randrange(NUM_WORDS) for _ in range(rng.choice([0, 1, 4])))
-        return (*rng.choice(self._stems)[: rng.randint(1, 28)], *own)
+        return (*rng.choice(self.stems)[: rng.randint(1, 28)], *own)
 
     def draw_single(self) -> TextRequest:
         """Return a valid request for one choice."""

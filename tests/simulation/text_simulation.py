@@ -7,21 +7,31 @@ import math
 import traceback
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
+
+import numpy as np
 
 from genserve.config.model_config import ModelConfig
+from genserve.engine import disk_cache
 from genserve.engine.admission_control import QueueLimits
+from genserve.engine.block_files import BlockFiles
 from genserve.engine.delta_streams import EventLoopSink
+from genserve.engine.disk_cache import DiskCache, _state_key
 from genserve.engine.engine_request import TokenSequence
 from genserve.engine.engine_thread import EngineThread
 from genserve.engine.generation_request import GenerationOutput, GenerationRequest
 from genserve.engine.kv_cache_manager import max_tokens_per_sequence
+from genserve.engine.prefix_cache import block_keys
 from genserve.engine.speculation import Speculation
 from genserve.errors import GenserveError
+from tests.simulation.simulated_disk import SimulatedDisk, SimulatedFiles
 from tests.simulation.simulated_engine import GreedyDrafts, SimulatedEngine
 from tests.simulation.simulated_logits import SimulatedLogits
 from tests.simulation.simulated_repository import METRICS, Factory, Folders, SimulatedTextModel
-from tests.simulation.simulation import HORIZON_S, Simulation
+from tests.simulation.simulation import HORIZON_S, Outcome, Simulation
 from tests.simulation.text_clients import (
     LogitsLoop,
     TextCall,
@@ -35,6 +45,7 @@ from tests.simulation.virtual_threads import VirtualThread
 
 TEXT = "text"
 MAX_LENGTH = 48
+_OTHER_WEIGHTS = 0x5A
 
 
 class TextSimulation(Simulation):
@@ -66,6 +77,26 @@ class TextSimulation(Simulation):
         self.engine_threads: list[EngineThread] = []
         self.failures_s: list[float] = []  # when forwards failed
         self._ends: set[tuple[GenerationRequest, int]] = set()
+        self.has_disk_cache = rng.random() < 0.4
+        self.disk = SimulatedDisk(
+            self.random(),
+            tear_rate=rng.choice([0.0, 0.3]),
+            room=rng.choice([None, None, 0, 5]),
+            sleep=self.threads.sleep,
+            fault=self.fault,
+        )
+
+    def run(self) -> Outcome:
+        """See `Simulation.run`."""
+        with (
+            TemporaryDirectory() as folder,
+            patch.object(disk_cache, "BlockFiles", self._block_files),
+        ):
+            self.disk_folder = Path(folder)
+            return super().run()
+
+    def _block_files(self, folder: Path, **options: Any) -> SimulatedFiles:
+        return SimulatedFiles(folder, disk=self.disk, **options)
 
     def started_on_loop(self) -> None:
         self.sink: CheckedSink = CheckedSink(self)
@@ -84,7 +115,23 @@ class TextSimulation(Simulation):
             num_state_slots=rng.choice([0, 0, 2, 3, 4]) * self.max_num_seqs,
             failure_rate=rng.choice([0.0, 0.0, 0.0, 0.05]),
             on_failure=self._forward_failed,
+            weights=(weights := rng.choice([0, 0, _OTHER_WEIGHTS])),     # a reload may change them
         )
+        metrics = METRICS.for_model(name)
+        prefix_cache = rng.random() < 0.8
+        disk = None
+        if prefix_cache and self.has_disk_cache:
+            if not self.engines:
+                self._leave_files(model, weights=rng.choice([weights, weights ^ _OTHER_WEIGHTS]))
+            disk = DiskCache(
+                model,
+                name=name,
+                block_size=block_size,
+                fingerprint=_fingerprint(weights),
+                metrics=metrics,
+                folder=self.disk_folder,
+                max_bytes=1 << 30,
+            )
         speculation = None
         if rng.random() < 0.4:
             failure_rate = rng.choice([0.0, 0.0, 0.02])
@@ -99,7 +146,8 @@ class TextSimulation(Simulation):
             dies_at_step=dies_at_step,
             decode=self.decode,
             max_num_batched_tokens=rng.choice([8, 16, 64]),
-            prefix_cache=rng.random() < 0.8,
+            prefix_cache=prefix_cache,
+            disk_cache=disk,
             speculation=speculation,
             clock=lambda: self.now_s,
         )
@@ -113,7 +161,6 @@ class TextSimulation(Simulation):
         if dies_at_step is not None:
             self.disturbed = True
             self.faults["engine"] += 1
-        metrics = METRICS.for_model(name)
         thread = self.engine_thread_class(
             engine,
             name=name,
@@ -125,6 +172,18 @@ class TextSimulation(Simulation):
         self.engines.append(engine)
         self.engine_threads.append(thread)
         return SimulatedTextModel(name, thread, max_length=MAX_LENGTH)
+
+    def _leave_files(self, model: SimulatedLogits, *, weights: int) -> None:
+        """Write the files of an earlier server, whose model had these weights; some are torn."""
+        files = BlockFiles(self.disk_folder, fingerprint=_fingerprint(weights))
+        size = model.block_size
+        for stem in self.requests.stems:
+            for index, key in enumerate(block_keys(stem, block_size=size), 1):
+                before = stem[: index * size]
+                rows = {key: model.block_after(before), _state_key(key): model.state_after(before)}
+                for name, row in rows.items():
+                    files.write(name, row ^ np.uint8(weights))
+                    self.disk.after_write(files._path(name))
 
     def _forward_failed(self) -> None:
         self.fault("forward")
@@ -251,6 +310,8 @@ class TextSimulation(Simulation):
         for engine in self.engines:
             if not engine.is_empty and not self.faults["engine"]:
                 self.report("a closed engine holds blocks, loops or drafts")
+            if engine.disk_cache is not None and engine.disk_cache._work._items:
+                self.report("a closed disk cache holds copies")
 
     def num_requests(self) -> int:
         """See `Simulation.num_requests`."""
@@ -276,6 +337,10 @@ class TextSimulation(Simulation):
         deadline_s = request.deadline_s
         if deadline_s is not None and self.now_s > deadline_s + 2 * step_s + 0.001:
             self.report(f"a choice ended {self.now_s - deadline_s:.3f} s after its deadline")
+
+
+def _fingerprint(weights: int) -> str:
+    return f"{weights:032x}"
 
 
 def _sequences_of(engine: SimulatedEngine, request: GenerationRequest) -> list[TokenSequence]:

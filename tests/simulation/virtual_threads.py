@@ -27,6 +27,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 # The modules of the product that start threads, wait, or read the clock.
 MODULES = (
     "genserve.engine.delta_streams",
+    "genserve.engine.disk_cache",
     "genserve.engine.engine",
     "genserve.engine.engine_thread",
     "genserve.engine.generation_request",
@@ -36,6 +37,7 @@ MODULES = (
     "genserve.repository.ensemble",
     "genserve.repository.model_lifecycle",
     "genserve.repository.model_versions",
+    "genserve.repository.on_demand",
     "genserve.repository.repository",
     "genserve.batching.dynamic_batcher",
     "genserve.batching.model_instance",
