@@ -58,7 +58,7 @@ class WaitPrediction:
             seconds: the duration of the step.
             num_started: slots of the sequences that had their first step.
             full: whether the first waiting request found no slot, or too few blocks.
-            num_waiting: requests in the scheduler's queue.
+            num_waiting: requests that wait for blocks and a slot.
             now_s: when the step ended.
         """
         self._began_s.extend([now_s] * num_started)
@@ -193,12 +193,15 @@ class AdmissionControl:
         limits: how many requests may wait, and how long.
         num_accepted: slots of all requests that have not ended.
         num_tokens: tokens of the prompts that wait for their first step.
+        without_adapters: slots of the accepted requests that wait for adapters, and take no slot before, by
+            priority.
     """
 
     def __init__(self, *, max_num_seqs: int, limits: QueueLimits, metrics: GenerationMetrics) -> None:
         self.limits = limits
         self.num_accepted = 0
         self.num_tokens = 0
+        self.without_adapters: Counter[int] = Counter()
         self._max_num_seqs = max_num_seqs
         self._metrics = metrics
         for reason in RejectionReason:      # or a rate would miss the first rejection
@@ -357,7 +360,7 @@ class AdmissionControl:
         """Undo `wait`: the sequence had its first step, or ended before."""
         self.num_tokens -= num_tokens
         _subtract(self._waiting, priority, num_seqs)
-        if not self._waiting:
+        if not self._waiting - self.without_adapters:
             self._prediction.full = False   # if all requests have left, no step will record it
 
     def record_step(
@@ -369,15 +372,15 @@ class AdmissionControl:
         )
 
     def _predicted_wait_s(self, priority: int, *, now_s: float) -> float:
-        num_waiting = self.num_waiting
+        waiting = self._waiting - self.without_adapters
         # Where blocks are short, free slots do not help.
-        num_free = 0 if self._prediction.full else self._max_num_seqs - (self.num_accepted - num_waiting)
-        num_ahead = num_waiting + self.num_preparing
+        num_free = 0 if self._prediction.full else self._max_num_seqs - (self.num_accepted - self.num_waiting)
+        num_ahead = waiting.total() + self.num_preparing
         if num_ahead < num_free:
             return 0.0
         if num_ahead == num_free:
             return self._prediction.shortest_wait_s(now_s=now_s)
-        queue = [*self._waiting.items(), *self._preparing.items()]
+        queue = [*waiting.items(), *self._preparing.items()]
         num_slots = sum(count for other, count in queue if other <= priority) + 1 - num_free
         return self._prediction.longest_wait_s(num_slots, now_s=now_s) if num_slots > 0 else 0.0
 

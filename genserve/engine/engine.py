@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -116,9 +116,9 @@ class Engine:
         return self._scheduler.num_waiting
 
     @property
-    def is_without_adapters(self) -> bool:
+    def num_without_adapters(self) -> Counter[int]:
         """See `Scheduler`."""
-        return self._scheduler.is_without_adapters
+        return self._scheduler.num_without_adapters
 
     @property
     def num_running(self) -> int:
@@ -279,7 +279,8 @@ class Engine:
 
     def _sequences(self) -> Iterator[TokenSequence]:
         """Yield the sequences that wait or run."""
-        for group in (*self._scheduler.waiting, *self._scheduler.running):
+        scheduler = self._scheduler
+        for group in (*scheduler.waiting, *scheduler.running, *scheduler.without_adapters):
             for choice in group.choices:
                 if isinstance(choice, TokenSequence):
                     yield choice

@@ -298,6 +298,7 @@ class EngineThread:
                 self._gather()
                 stepped = self._step()
                 self._reject_overdue()
+                self._queue.record_without_adapters(self._engine.num_without_adapters)
                 if not stepped:
                     self._wait_for_slot()
                 self._reporter.occupancy(self._engine, waiting_tokens=self._queue.num_waiting_tokens)
@@ -370,7 +371,7 @@ class EngineThread:
         """Wait until a reserved slot is free or an adapter in memory, or a sequence has to end."""
         now_s = self._engine.clock()
         ends_s = min(self._engine.next_deadline_s, self._queue.next_overdue_s)
-        most_s = _ADAPTER_WAIT_S if self._engine.is_without_adapters else self._engine.reserved_s
+        most_s = self._engine.reserved_s if self._engine.num_waiting else _ADAPTER_WAIT_S
         self._queue.wait_for_change(max(0.0, min(most_s, ends_s - now_s)))
 
     def _step(self) -> bool:
@@ -574,7 +575,7 @@ class StepReporter:
         """Report the requests in the engine and the use of its KV cache."""
         self._metrics.occupancy(
             running=engine.num_running,
-            waiting=engine.num_waiting,
+            waiting=engine.num_waiting + engine.num_without_adapters.total(),
             waiting_tokens=waiting_tokens,
             cache_usage=engine.cache_usage,
         )

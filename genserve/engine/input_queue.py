@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, Self, TypeVar
@@ -367,7 +368,7 @@ class InputQueue(Generic[SequenceT]):
             started: requests that left the scheduler's queue, logits requests and preempted ones included.
             seconds: the duration of the step.
             full: whether the first waiting request found no slot, or too few blocks.
-            num_waiting: requests in the scheduler's queue.
+            num_waiting: requests that wait for blocks and a slot.
             now_s: when the step ended.
         """
         sequences = [s for s in started if isinstance(s, SubmittedSequence) and s.started_s is None]
@@ -385,6 +386,11 @@ class InputQueue(Generic[SequenceT]):
                 sequence.started_s = max(now_s - seconds, submission.arrived_s)
                 self._stop_waiting(sequence)
         return sequences
+
+    def record_without_adapters(self, counts: Counter[int]) -> None:
+        """Record how many of the waiting sequences and beams wait for adapters, by priority."""
+        with self._lock:
+            self._admission.without_adapters = counts
 
     @property
     def next_overdue_s(self) -> float:

@@ -16,7 +16,7 @@ cache until they are evicted; evicted tokens are computed again, in chunks like 
 from __future__ import annotations
 
 from bisect import insort
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -94,6 +94,7 @@ class Scheduler:
         max_num_batched_tokens: the budget of a step, in tokens.
         waiting: the groups without blocks, by priority and then by arrival.
         running: the groups with blocks, in the same order.
+        without_adapters: the groups that join the waiting ones once their adapters are in memory.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Scheduler:
         self._next_arrival = count()
         self.waiting: list[SequenceGroup] = []
         self.running: list[SequenceGroup] = []
+        self.without_adapters: list[SequenceGroup] = []
 
     @property
     def num_waiting(self) -> int:
@@ -122,9 +124,12 @@ class Scheduler:
         return len(self.waiting)
 
     @property
-    def is_without_adapters(self) -> bool:
-        """Whether groups wait, and all that do wait for their adapters."""
-        return bool(self.waiting) and not self._ready()
+    def num_without_adapters(self) -> Counter[int]:
+        """How many sequences and beams wait for their adapters, by priority."""
+        counts: Counter[int] = Counter()
+        for group in self.without_adapters:
+            counts[group.priority] += group.num_seqs
+        return counts
 
     @property
     def num_running(self) -> int:
@@ -132,17 +137,32 @@ class Scheduler:
         return sum(len(group.requests) for group in self.running)
 
     def add(self, group: SequenceGroup, *, arrival: int | None = None) -> None:
-        """Put a group into the waiting queue; without an inherited arrival number, it gets the next one."""
+        """Put a group into the waiting queue; without an inherited arrival number, it gets the next one.
+
+        It takes no part in the queue, and in the shares of the keys, until its adapters are in memory.
+        """
         group.status = RequestStatus.WAITING
         group.arrival = next(self._next_arrival) if arrival is None else arrival
-        self._shares.add(group, self.waiting)
-        insort(self.waiting, group, key=_rank)
+        self._add_waiting([group])
+
+    def _add_waiting(self, groups: Iterable[SequenceGroup]) -> None:
+        """Have each group wait for blocks and a slot, or for its adapters if they are not in memory."""
+        for group in groups:
+            if all(request.adapter is None or request.adapter.is_ready for request in group.requests):
+                self._shares.add(group, self.waiting)
+                insort(self.waiting, group, key=_rank)
+            else:
+                self.without_adapters.append(group)
 
     def remove(self, group: SequenceGroup) -> None:
         """Remove a waiting or running group and free its blocks; does nothing if it is neither."""
         match group.status:
             case RequestStatus.RUNNING:
                 self.running.remove(group)
+            case RequestStatus.WAITING if group in self.without_adapters:
+                self.without_adapters.remove(group)
+                group.status = RequestStatus.FINISHED
+                return
             case RequestStatus.WAITING | RequestStatus.PREEMPTED:
                 self.waiting.remove(group)
             case _:
@@ -161,11 +181,14 @@ class Scheduler:
 
         `num_reserved` slots of the forward are kept free.
         """
+        if self.without_adapters:
+            groups, self.without_adapters = self.without_adapters, []
+            self._add_waiting(groups)
         output = SchedulerOutput()
         prompts: list[SequenceGroup] = []
         compete = self._shares.have_competition
-        if compete and (ready := self._ready()):
-            self._preempt_for_share(output, ready, num_slots=self._max_num_seqs - num_reserved)
+        if compete and self.waiting:
+            self._preempt_for_share(output, num_slots=self._max_num_seqs - num_reserved)
         num_preempted = output.num_preempted
         self._schedule_running(output, prompts)
         if prompts or self.waiting:
@@ -186,29 +209,21 @@ class Scheduler:
         waiting = {RequestStatus.WAITING, RequestStatus.PREEMPTED}
         assert all(group.status in waiting for group in self.waiting), "a queued request does not wait"
         assert all(group.status is RequestStatus.RUNNING for group in self.running), "a request does not run"
-        assert len({*self.waiting, *self.running}) == len(self.waiting) + len(self.running)
+        assert all(group.status is RequestStatus.WAITING for group in self.without_adapters)
+        queues = [*self.waiting, *self.running, *self.without_adapters]
+        assert len({*queues}) == len(queues)
         assert sum(group.num_seqs for group in self.running) <= self._max_num_seqs, "too many run"
         self._shares.check_integrity((*self.waiting, *self.running))
         running = [request for group in self.running for request in group.requests]
         assert all(r.num_pending >= 1 for r in running), "a running request has nothing to compute"
         self._kv.check_integrity([*running, *(r for group in self.waiting for r in group.requests)])
 
-    def _ready(self) -> list[SequenceGroup]:
-        """Return the waiting groups, but for those whose adapters are not in memory."""
-        return [
-            group
-            for group in self.waiting
-            if all(request.adapter is None or request.adapter.is_ready for request in group.requests)
-        ]
-
-    def _preempt_for_share(
-        self, output: SchedulerOutput, ready: Sequence[SequenceGroup], *, num_slots: int
-    ) -> None:
-        """Preempt groups for the next of the ready ones, if its key is due their slots and blocks.
+    def _preempt_for_share(self, output: SchedulerOutput, *, num_slots: int) -> None:
+        """Preempt groups for the next waiting one, if its key is due their slots and blocks.
 
         None is preempted unless the slots that its key is due are enough for it.
         """
-        group = next(self._shares.in_turn(ready))
+        group = next(self._shares.in_turn(self.waiting))
         next_victim = partial(self._shares.next_victim, group, num_slots=num_slots)
         left, victims = [*self.running], []
         while num_slots - sum(each.num_seqs for each in left) < group.num_seqs:
@@ -277,17 +292,15 @@ class Scheduler:
         """Admit waiting groups if they may, append them to the prompts, and schedule the prompts."""
         num_slots = max(0, self._max_num_seqs - num_reserved - sum(group.num_seqs for group in self.running))
         num_sharing = 0
-        ready = self._ready()
-        if ready and may_admit:
-            budget = self._prompt_budget(output, [*prompts, *ready[:num_slots]])
-            num_sharing = self._admit(output, ready, prompts, budget=budget, num_slots=num_slots)
+        if self.waiting and may_admit:
+            budget = self._prompt_budget(output, [*prompts, *self.waiting[:num_slots]])
+            num_sharing = self._admit(output, prompts, budget=budget, num_slots=num_slots)
         if prompts and self._shares.have_competition:
             self._schedule_by_share(output, prompts)
         elif prompts:
             # Some of the waiting groups have started (a few as decodes), and some wait for a shared prefix.
-            left = [group for group in ready if group.status is not RequestStatus.RUNNING]
-            num_others = min(len(left) - num_sharing, num_slots - len(output.started))
-            budget = self._prompt_budget(output, [*prompts, *left[: max(0, num_others)]])
+            num_others = min(len(self.waiting) - num_sharing, num_slots - len(output.started))
+            budget = self._prompt_budget(output, [*prompts, *self.waiting[: max(0, num_others)]])
             self._schedule_prompts(output, prompts, budget=budget)
 
     def _schedule_by_share(self, output: SchedulerOutput, prompts: list[SequenceGroup]) -> None:
@@ -338,15 +351,9 @@ class Scheduler:
         return min(left, int(share * max(_MIN_DOUBLING_TOKENS, doubling)))
 
     def _admit(
-        self,
-        output: SchedulerOutput,
-        ready: Sequence[SequenceGroup],
-        prompts: list[SequenceGroup],
-        *,
-        budget: int,
-        num_slots: int,
+        self, output: SchedulerOutput, prompts: list[SequenceGroup], *, budget: int, num_slots: int
     ) -> int:
-        """Admit ready groups while slots, blocks and tokens of the budget remain.
+        """Admit waiting groups while slots, blocks and tokens of the budget remain.
 
         A group whose next block another one is about to compute waits for that block. A long prompt waits
         while the step has two prompts of its key that it does not finish; shorter ones of the same priority
@@ -365,9 +372,9 @@ class Scheduler:
         }
         lowest_priority = None
         num_sharing = 0
-        waiting: Iterable[SequenceGroup] = ready
+        waiting: Iterable[SequenceGroup] = self.waiting
         if num_slots and self._shares.have_competition:
-            waiting = self._shares.in_turn(ready)
+            waiting = self._shares.in_turn(waiting)
         for group in list(islice(waiting, self._max_num_seqs)):
             if lowest_priority is not None and group.priority > lowest_priority:
                 return num_sharing

@@ -392,3 +392,56 @@ def test_a_prompt_that_fails_while_it_is_read_ends_its_reports():
     assert isinstance(last, ModelFailed)
     assert not engine._reading
     engine.close()
+
+
+class NeverReady:
+    """An adapter for which there is no room."""
+
+    sha256 = "0" * 64
+    is_ready = False
+    error = None
+
+
+class NoRoom:
+    """The source of such adapters."""
+
+    def acquire(self, name, *, count, priority, on_change):
+        return NeverReady()
+
+    def release(self, adapter):
+        pass
+
+
+@pytest.mark.parametrize("num_held", [2, 5])
+def test_requests_that_wait_for_adapters_take_no_slot_of_others(num_held):
+    clock = Clock()
+
+    class Slow(PagedLogits):
+        def forward(self, batch):
+            clock.now_s += 1
+            return super().forward(batch)
+
+    model = Slow(max_num_seqs=2)
+    engine = EngineThread(
+        Engine(model, decode=sample_loop, clock=clock),
+        name="test",
+        max_num_seqs=model.max_num_seqs,
+        limits=QueueLimits(max_requests=20, max_wait_s=50),
+        metrics=Metrics().for_model("test"),
+        sequences_of=made_sequences,
+        adapters=NoRoom(),
+    )
+    held = [sequence_of([1]) for _ in range(num_held)]
+    for sequence in held:
+        sequence.request = replace(request_of(sequence), adapter="a")
+    others = [sequence_of([i], max_tokens=tokens) for i, tokens in enumerate([40, 40, 1])]
+    sink = RecordingSink()
+    engine.submit(*(sequence.request for sequence in (*others, *held)), sink=sink)
+    while engine.num_accepted > num_held:
+        time.sleep(0)
+    # The engine was full, and answers took 40 s, but now both slots are free.
+    assert engine.num_free == 20 + 2 - num_held
+    with DeltaStream(engine, sequence_of([1], max_tokens=5).request) as stream:
+        assert list(join_deltas(stream).token_ids) == greedy_answer([1], num_tokens=5)
+    assert not any(isinstance(output.content, GenserveError) for output in sink.outputs)
+    engine.close()

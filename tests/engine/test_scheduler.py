@@ -12,6 +12,7 @@ from genserve.engine.engine_request import TokenSequence
 from genserve.engine.kv_cache_manager import KVCacheManager
 from genserve.engine.logits_model import ForwardBatch
 from genserve.engine.scheduler import Scheduler, SchedulerOutput, StepTimes, divide_budget, num_unfinished
+from genserve.request_context import KeyShare
 from genserve.sampling.logits_array import FloatArray
 from tests.fakes.logits import PagedLogits
 from tests.fakes.sequences import Clock, sample_loop, sequence_of
@@ -262,6 +263,34 @@ def test_a_request_without_a_place_or_blocks_makes_the_step_full():
     output = scheduler.schedule()
     assert output is not None
     assert (output.full, output.started) == (True, [])
+
+
+class Adapter:
+    sha256 = "0" * 64
+    is_ready = False
+    error = None
+
+
+def test_a_group_takes_part_once_its_adapter_is_in_memory():
+    scheduler, _ = scheduler_with(max_num_seqs=1)
+    held, other, last = (sequence_of([i], max_length=999) for i in range(3))
+    held.adapter = Adapter()
+    held.group.share = KeyShare("waits", 1.0)
+    scheduler.add(held)
+    assert scheduler.schedule() is None
+    scheduler.add(other)
+    scheduler.add(last)
+    output = scheduler.schedule()
+    assert output is not None
+    assert output.requests == [other]
+    assert (scheduler.num_waiting, scheduler.num_without_adapters) == (1, {0: 1})
+    assert not scheduler._shares.have_competition
+    held.adapter.is_ready = True
+    scheduler.remove(other)
+    output = scheduler.schedule()
+    assert output is not None
+    assert output.requests == [held]
+    scheduler.check_integrity()
 
 
 def test_a_prompt_continues_if_more_places_are_held_than_exist():
