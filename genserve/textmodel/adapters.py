@@ -429,6 +429,7 @@ class Adapters:
         if isinstance(self._logits, OnnxLogits | PipelineLogits) and all(
             graph.memory.is_host and graph.adapter_targets for graph in self._logits.graphs
         ):
+            self._modules()     # or requests can choose no adapters of its family
             return self._logits.graphs
         raise RepositoryError(
             f"model {self._model!r} has no layers that adapters of requests can change",

@@ -12,6 +12,8 @@ from genserve.cli.model_access import local_models
 from genserve.llm import LLM
 from tests.export.adapters import write_adapter
 from tests.export.ggufs import write_gguf, write_gguf_adapter
+from tests.export.tiny_models import TINY_MODELS
+from tests.export.tiny_models import tiny_checkpoint as family_checkpoint
 from tests.support.command_line import Ended, invoke
 
 
@@ -65,6 +67,23 @@ def test_an_adapter_in_gguf_answers_as_the_folder_that_it_was_converted_from(
     for refused in (base, write_gguf_adapter(embedding, tiny_checkpoint, tmp_path / "embedding.gguf")):
         assert export(refused, repository, "--base", "tiny", "--name", "other") == 1
     assert sorted(repository.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("family", "target"), [("gpt_neox", "query_key_value"), ("deepseek_v3", "q_a_proj")]
+)
+def test_an_adapter_in_gguf_for_a_family_that_requests_cannot_adapt_is_refused(
+    family: str, target: str, tmp_path: Path
+) -> None:
+    checkpoint = family_checkpoint(tmp_path / "base", **TINY_MODELS[family])
+    folder = write_adapter(tmp_path / "adapter", checkpoint, targets=(target,))
+    file = write_gguf_adapter(folder, checkpoint, tmp_path / "adapter.gguf")
+    repository = tmp_path / "repository"
+    assert export(checkpoint, repository, "--name", "base") == 0
+    ended = run(repository, "export", str(file), "--base", "base")
+    assert ended.exit_code == 1
+    assert "--adapter" in ended.stderr
+    assert [each.name for each in repository.glob("adapter*")] == []
 
 
 def test_a_receipt_of_an_adapter_is_verified(adapter, repository, tmp_path):
