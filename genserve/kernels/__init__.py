@@ -25,6 +25,9 @@ __all__ = ["build_sha256", "instruction_set", "library_path", "sources_sha256"]
 # The instruction sets, from the most to the least preferred.
 INSTRUCTION_SETS = ("amx", "avx512vnni", "avxvnni", "avx2", "neon", "portable")
 
+# It rounds adapters when they are loaded, so that the bits of their products depend on it too.
+_LOW_RANK = Path(__file__).with_name("low_rank.py")
+
 REBUILD = "install a wheel of genserve for this platform, or build them with python genserve/kernels/build.py"
 
 
@@ -48,13 +51,14 @@ def build_sha256() -> str:
         GenserveError: no kernels are built for this platform.
     """
     library_path()
-    return file_sha256(_path_of("portable"))
+    return hashlib.sha256(f"{file_sha256(_path_of('portable'))}{file_sha256(_LOW_RANK)}".encode()).hexdigest()
 
 
 @functools.cache
 def sources_sha256() -> str:
-    """Return a digest of the kernels' sources: the version of the kernels, on every platform."""
-    sources = sorted((path.name, file_sha256(path)) for path in SOURCES.iterdir() if path.is_file())
+    """Return a digest of the sources of kernels and adapters: their version on every platform."""
+    files = (_LOW_RANK, *(path for path in SOURCES.iterdir() if path.is_file()))
+    sources = sorted((path.name, file_sha256(path)) for path in files)
     return hashlib.sha256(repr(sources).encode()).hexdigest()
 
 
@@ -84,7 +88,7 @@ def _choose(wanted: str) -> str:
     elif wanted not in built:
         msg = f"GENSERVE_KERNELS is {wanted}, for which no kernels are built on this machine"
     else:
-        msg = f"GENSERVE_KERNELS is {wanted}, which this processor does not support"
+        msg = f"GENSERVE_KERNELS is {wanted}, which this processor or its operating system does not support"
     raise GenserveError(msg, remedy=f"set it to one of {', '.join(usable)}, or unset it")
 
 

@@ -73,8 +73,27 @@ def test_an_unsupported_instruction_set_is_refused(monkeypatch: pytest.MonkeyPat
     if not lacking:
         pytest.skip("this processor has every instruction set that is built here")
     monkeypatch.setenv("GENSERVE_KERNELS", lacking[0])
-    with pytest.raises(GenserveError, match="which this processor does not support"):
+    with pytest.raises(GenserveError, match="which this processor or its operating system does not"):
         kernels.library_path()
+
+
+@pytest.mark.skipif("amx" not in instruction_sets(), reason="this machine does not have AMX")
+def test_a_process_that_is_refused_amx_has_other_kernels() -> None:
+    """Linux refuses its registers where a stack for signals has no room for them."""
+    script = """
+import ctypes
+class Stack(ctypes.Structure):
+    _fields_ = (("at", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
+memory = ctypes.create_string_buffer(4096)
+small = Stack(ctypes.addressof(memory), 0, len(memory))
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(small), None) == 0
+from genserve.kernels import instruction_set
+print(instruction_set())
+"""
+    env = {name: value for name, value in os.environ.items() if name != "GENSERVE_KERNELS"}
+    command = [sys.executable, "-c", script]
+    answer = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == instruction_sets()[1]
 
 
 def test_the_error_without_libraries_has_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +113,22 @@ def test_the_error_for_a_broken_library_has_a_remedy(tmp_path: Path, monkeypatch
     with pytest.raises(GenserveError, match=r"kernels cannot be loaded: .* \(install a wheel of genserve"):
         kernels.library_path()
     kernels._choose.cache_clear()
+
+
+def test_the_digests_depend_on_how_adapters_are_rounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Receipts, and blocks of the disk cache that an adapter computed, are of one rounding."""
+    changed = tmp_path / "low_rank.py"
+    changed.write_bytes(kernels._LOW_RANK.read_bytes() + b"\n")
+    for digest in (kernels.build_sha256, kernels.sources_sha256):
+        digest.cache_clear()
+        before = digest()
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "_LOW_RANK", changed)
+            digest.cache_clear()
+            assert digest() != before
+        digest.cache_clear()
 
 
 def test_an_unknown_architecture_is_a_readable_error(
