@@ -8,6 +8,7 @@
 
 #include "attention.hpp"
 #include "causal_conv.hpp"
+#include "cpu.hpp"
 #include "decoder_layer.hpp"
 #include "embedding.hpp"
 #include "experts.hpp"
@@ -116,10 +117,55 @@ Threads team_of(int count) {
   exit(1);
 }
 
-void run_linear(WeightFormat format, Norm norm, Activation activation, bool gated, int64_t rows, int64_t k, int64_t n) {
-  char name[96];
-  snprintf(name, sizeof name, "linear format %d norm %d activation %d gated %d, %lld x %lld -> %lld", (int)format,
-           (int)norm, (int)activation, gated, (long long)rows, (long long)k, (long long)n);
+// An adapter whose ranks change all outputs of a linear layer.
+struct RandomAdapter {
+  Owned down, factors, up, groups;
+  LowRank layer;
+
+  RandomAdapter(Numbers& numbers, const LinearAttributes& a, const LinearSizes& sizes, int64_t rank)
+      : RandomAdapter(numbers, a.in_features, 2 * sizes.panels, rank, a.weight_format == WeightFormat::kFloat32) {}
+
+ private:
+  RandomAdapter(Numbers& numbers, int64_t inputs, int64_t num_groups, int64_t rank, bool floats)
+      : down(floats ? Type::kFloat32 : Type::kUint8, rank, floats ? (inputs + 15) / 16 * 16 : (inputs + 63) / 64 * 64),
+        factors(Type::kFloat32, rank),
+        up(down.tensor.type, num_groups, rank, kLanes),
+        groups(Type::kUint8, num_groups * (int64_t)sizeof(LowRankGroup)),
+        layer{down.tensor.data, factors.tensor.as<float>(), up.tensor.data,
+              static_cast<LowRankGroup*>(groups.tensor.data), (int32_t)rank, down.tensor.type} {
+    Owned* const filled[] = {&down, &factors, &up};
+    for (Owned* each : filled) each->fill(numbers);
+    for (int64_t g = 0; g < num_groups; g++) {
+      LowRankGroup& group = static_cast<LowRankGroup*>(groups.tensor.data)[g];
+      group = {numbers.next_float(), 0, 0, (uint16_t)rank};
+      group.first = (uint32_t)(g * layer.lines_of(group));
+    }
+  }
+};
+
+// Of every three rows one has no adapter, and each of the others one of two.
+struct AdaptedRows {
+  Owned adapters, order;
+  AdapterRows rows;
+
+  explicit AdaptedRows(int64_t count) : adapters(Type::kInt32, count), order(Type::kInt32, count) {
+    int64_t place = 0, num_plain = 0;
+    for (int32_t adapter = -1; adapter < 2; adapter++) {
+      for (int64_t row = adapter + 1; row < count; row += 3) {
+        adapters.tensor.as<int32_t>()[row] = adapter;
+        order.tensor.as<int32_t>()[place++] = (int32_t)row;
+      }
+      if (adapter < 0) num_plain = place;
+    }
+    rows = {count, adapters.tensor.as<int32_t>(), order.tensor.as<int32_t>(), count - num_plain};
+  }
+};
+
+void run_linear(WeightFormat format, Norm norm, Activation activation, bool gated, int64_t rows, int64_t k, int64_t n,
+                bool adapted = false) {
+  char name[112];
+  snprintf(name, sizeof name, "linear format %d norm %d activation %d gated %d%s, %lld x %lld -> %lld", (int)format,
+           (int)norm, (int)activation, gated, adapted ? " adapted" : "", (long long)rows, (long long)k, (long long)n);
   const LinearAttributes a{k, n, format, norm, activation, gated, 1e-5f, 0.0f, {}};
   const LinearSizes sizes(a);
   Numbers numbers{(uint64_t)(rows * 1000003 + k * 1009 + n)};
@@ -144,12 +190,16 @@ void run_linear(WeightFormat format, Norm norm, Activation activation, bool gate
   Owned order(Type::kInt32, k);
   for (int64_t i = 0; i < k; i++) order.tensor.as<int32_t>()[i] = (int32_t)(k - 1 - i);
   if (format >= WeightFormat::kQ4Z32) in.order = order.tensor;
+  const RandomAdapter first(numbers, a, sizes, 16), second(numbers, a, sizes, 48);
+  const LowRank* const layers[] = {&first.layer, &second.layer};
+  const AdaptedRows of_rows(rows);
   uint64_t hashes[2];
   for (int threads : kThreads) {
     Owned y(Type::kFloat32, rows, sizes.outputs);
     Error error;
     if (!check_weights(a, in, error) || !check_rows(a, in, error)) fail(name, error.message);
-    if (!Linear(a, in, y.tensor.as<float>()).compute(team_of(threads), error)) fail(name, error.message);
+    const LinearAdapters used = adapted ? LinearAdapters(of_rows.rows, layers, 2, 0) : LinearAdapters();
+    if (!Linear(a, in, y.tensor.as<float>(), used).compute(team_of(threads), error)) fail(name, error.message);
     hashes[threads > 1] = hash(y);
   }
   if (hashes[0] != hashes[1]) fail(name, "several threads give other bits than one");
@@ -512,6 +562,7 @@ void run_sampling(int64_t size) {
 }  // namespace
 
 int main() {
+  if (!cpu_supports(kInstructionSet)) fail(kInstructionSet, "this machine does not support it");  // and asks for AMX
   const WeightFormat formats[] = {WeightFormat::kInt8, WeightFormat::kInt8Block, WeightFormat::kInt4Block,
                                   WeightFormat::kFloat32,  WeightFormat::kQ4,        WeightFormat::kQ5,
                                   WeightFormat::kQ8,       WeightFormat::kQ4K,       WeightFormat::kQ5K,
@@ -523,8 +574,12 @@ int main() {
     run_linear(format, Norm::kLayer, Activation::kGelu, false, 131, 77, 45);
     run_linear(format, Norm::kNone, Activation::kGeluTanh, true, 29, 130, 66);
     run_linear(format, Norm::kRms, Activation::kRelu, false, 200, 64, 5);
+    run_linear(format, Norm::kRms, Activation::kSilu, true, 31, 201, 90, true);
+    run_linear(format, Norm::kNone, Activation::kNone, false, 5, 130, 45, true);
     if (in_blocks(format)) {
       run_linear(format, Norm::kRms, Activation::kNone, false, 40, 700, 70);
+      run_linear(format, Norm::kNone, Activation::kNone, false, 1, 300, 790);  // panels side by side
+      run_linear(format, Norm::kRms, Activation::kSilu, true, 2, 300, 790, true);
     }
     if (in_blocks(format) || format == WeightFormat::kInt8Block) run_embedding(format, 300, 45);
   }

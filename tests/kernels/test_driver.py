@@ -48,7 +48,7 @@ x86_only = pytest.mark.skipif(build._machine() != "x86_64", reason="compares wit
 
 @x86_only
 @pytest.mark.parametrize("sanitizer", ["address", "thread", "undefined"])
-@pytest.mark.parametrize("name", ["avx512vnni", "avx2"])
+@pytest.mark.parametrize("name", ["amx", "avx512vnni", "avx2"])
 def test_a_sanitizer_finds_nothing(sanitizer: str, name: str, hashes: str, tmp_path: Path) -> None:
     """The compiler of ziglang instruments the code; the runtime is that of g++."""
     if shutil.which("g++") is None:

@@ -27,7 +27,7 @@ class MatrixSums {
   int32_t* at(int row, int group) { return values_[group][row]; }
 
  private:
-  alignas(64) int32_t values_[2][kMatrixRows + 1][kLanes];
+  alignas(64) int32_t values_[2][kMatrixRows + 1][kLanes];  // kMatrixRows may be 0, and an array not
 };
 
 // The matrix registers of a thread; while they are in use, each switch of threads saves them.
