@@ -81,19 +81,26 @@ def test_an_unsupported_instruction_set_is_refused(monkeypatch: pytest.MonkeyPat
 def test_a_process_that_is_refused_amx_has_other_kernels() -> None:
     """Linux refuses its registers where a stack for signals has no room for them."""
     script = """
-import ctypes
+import ctypes, sys
 class Stack(ctypes.Structure):
     _fields_ = (("at", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
 memory = ctypes.create_string_buffer(4096)
 small = Stack(ctypes.addressof(memory), 0, len(memory))
 assert ctypes.CDLL(None).sigaltstack(ctypes.byref(small), None) == 0
+import onnxruntime
 from genserve.kernels import instruction_set
 print(instruction_set())
+try:
+    onnxruntime.SessionOptions().register_custom_ops_library(sys.argv[1])
+except Exception as error:
+    print(error)
 """
     env = {name: value for name, value in os.environ.items() if name != "GENSERVE_KERNELS"}
-    command = [sys.executable, "-c", script]
+    command = [sys.executable, "-c", script, str(kernels._path_of("amx"))]
     answer = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    assert answer.stdout.strip() == instruction_sets()[1]
+    name, error = answer.stdout.splitlines()
+    assert name == instruction_sets()[1]
+    assert "operating system does not support these kernels" in error
 
 
 def test_the_error_without_libraries_has_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

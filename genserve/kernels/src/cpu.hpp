@@ -1,4 +1,4 @@
-// cpu.hpp: the instruction sets of this machine, for the portable library, which runs everywhere.
+// cpu.hpp: the instruction sets of this machine.
 #pragma once
 
 #include <stdint.h>

@@ -601,9 +601,12 @@ static const ort::CustomOp linear_attention = ort::make_operator<LinearAttention
 static const DecoderLayerOperator decoder_layer[] = {
     DecoderLayerOperator(Type::kFloat32), DecoderLayerOperator(Type::kFloat16), DecoderLayerOperator(Type::kInt8)};
 
-// Called by SessionOptions.register_custom_ops_library.
+// Called by SessionOptions.register_custom_ops_library, which may get the path from another process.
 GENSERVE_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort::ApiBase* base) {
   if (!ort::Api::open(base)) return ort::Api::refuse(base);
+  if (!cpu_supports(kInstructionSet)) {
+    return ort::Api::create_status("this processor or its operating system does not support these kernels of genserve");
+  }
   ort::Domain* domain = nullptr;
   if (ort::Status* failed = ort::Api::create_domain("genserve", &domain)) return failed;
   if (ort::Status* failed = ort::Api::add_to_domain(domain, &linear)) return failed;
