@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import select
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -189,6 +191,28 @@ def test_a_load_that_fails_late_is_an_error_in_the_stream(
         assert "error" in json.loads(first + rest)[0]
     if dialect == "anthropic":
         assert "event: error" in rest
+
+
+def test_no_stream_begins_before_its_request_has_arrived(http: httpx2.Client, gate: Gate) -> None:
+    path, fields, _ = STREAMS["kserve"]
+    gate.opened.set()
+    assert http.post(path, json=fields).status_code == 200
+    gate.opened.clear()
+    body = json.dumps(fields).encode()
+    headers = f"Host: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\n{headers}"
+    with socket.create_connection((http.base_url.host, http.base_url.port)) as slow:
+        slow.sendall(head.encode() + body[:5])
+        with http.stream("POST", path.replace("m1", "m2"), json=fields) as other:
+            pings = other.iter_lines()
+            for _ in range(3):
+                next(line for line in pings if line)
+            begun = select.select([slow], [], [], 0)[0]
+            gate.opened.set()
+        assert not begun
+        slow.sendall(body[5:])
+        with slow.makefile("rb") as answer:
+            assert b"text_output" in answer.read()
 
 
 def test_requests_share_a_load_and_its_failure_and_the_next_one_tries_again(

@@ -176,7 +176,7 @@ def _compress(body: bytes, encoding: str) -> bytes:
 
 async def generate(call: KServeCall) -> KServeResponse:
     """Run an inference that has exactly one response, from plain JSON to plain JSON."""
-    with await _start_generate(call) as running:
+    with await _start_generate(call, await call.plain_body()) as running:
         written = [await _write(response, running.inference) async for response in running.responses]
     body = written[0][0] if len(written) == 1 else orjson.dumps({"error": _NOT_ONE_RESPONSE})
     status, headers = _status(written[0][1] if written else None)
@@ -185,7 +185,8 @@ async def generate(call: KServeCall) -> KServeResponse:
 
 async def generate_stream(call: KServeCall) -> ResponseEvents:
     """Run an inference and send each response as an event."""
-    starting = asyncio.ensure_future(_start_generate(call))
+    body = await call.plain_body()      # before the first ping
+    starting = asyncio.ensure_future(_start_generate(call, body))
     try:
         if not (await asyncio.wait([starting], timeout=PING_S))[1]:
             starting.result()   # its error decides the status
@@ -248,10 +249,9 @@ class ResponseEvents:
             await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-async def _start_generate(call: KServeCall) -> WatchedInference:
+async def _start_generate(call: KServeCall, body: memoryview) -> WatchedInference:
     await call.services.use_model(call.model)
     model = call.services.repository.find(call.model, call.version)
-    body = await call.plain_body()
     request = await offload_if_large(
         len(body) * COST_PER_OBJECT_BYTE, read_generate_body, body, model=model, version=call.version
     )
