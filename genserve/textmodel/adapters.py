@@ -310,6 +310,11 @@ class Adapters:
         return True
 
     def _fill(self, slot: _Slot, known: _Known) -> None:
+        with self._changed:
+            if not slot.users:      # all requests for it have ended
+                del self._slots[known.info]
+                self._update()
+                return
         error: GenserveError | None = None
         try:
             graphs = self._pack_again(known)

@@ -561,6 +561,30 @@ def test_an_unloaded_adapter_ends_what_it_began(model: TextModel, tiny_adapters:
         DeltaStream(model.engine, request)
 
 
+def test_an_adapter_for_which_nobody_waits_any_more_is_not_packed(
+    base: Path, adapters: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = write_graph(base, tmp_path / "graph").logits(max_num_seqs=1, max_length=64)
+    known = adapters_of(logits, max_loaded=1)
+    for name in "abc":
+        known.load(name, adapters[0])
+    monkeypatch.setattr(known, "_max_loaded", 3)
+    opened, packed, pack = threading.Event(), [], known._pack_again
+
+    def gated(found: Any) -> Any:
+        packed.append(found.info.name)
+        assert opened.wait(60)
+        return pack(found)
+
+    monkeypatch.setattr(known, "_pack_again", gated)
+    known.acquire("a")
+    known.release(known.acquire("b"))
+    opened.set()
+    known._packing.submit(lambda: None).result(timeout=60)
+    assert packed == ["a"]
+    assert acquired(known, "b").is_ready
+
+
 def test_files_that_change_are_not_read_again(base: Path, adapters: list[Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(adapters[0], tmp_path / "adapter"))
     logits = write_graph(base, tmp_path / "graph").logits(max_num_seqs=1, max_length=64)
