@@ -41,12 +41,15 @@ fi
 rm -rf "$package" && mkdir -p "$package"
 cp -r "$checkout/genserve" "$package/"
 rm -rf "$package/genserve/kernels/lib"
-if [ -z "$(find "$folder/kernels" -newer "$checkout/genserve/kernels/src" -name '*.so' 2> /dev/null)" ]; then
+sources=("$checkout"/genserve/kernels/{src,build.py}) built=$folder/kernels.built
+if [ ! -e "$built" ] || [ -n "$(find "${sources[@]}" -newer "$built")" ]; then
+    touch "$built.begun"
     "$python" -c 'import platform, sys
 platform.machine = lambda: "aarch64"
 sys.path.insert(0, sys.argv[1])
 import build, pathlib
 build.build(pathlib.Path(sys.argv[2]))' "$checkout/genserve/kernels" "$folder/kernels"
+    mv "$built.begun" "$built"
 fi
 cp -r "$folder/kernels" "$package/genserve/kernels/lib"
 
