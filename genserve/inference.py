@@ -161,6 +161,9 @@ class Inference:
         started_ns: when an instance started it; 0: it waits.
         num_responses: responses sent so far, errors included.
         error: the error of the first failed response.
+        ended: whether the final response was sent; only `send` sets it.
+        cancelled: whether the requester has cancelled it; the model may stop, and still has to end it. Only
+            `cancel` sets it.
         parts: the inferences that it waits for, as an ensemble for its steps.
         blocked_by: returns the executors of which it needs one, the executor that executes it, or the
             inferences of which one must end before it is submitted; empty: it waits for none.
@@ -182,28 +185,18 @@ class Inference:
     started_ns: int = 0
     num_responses: int = 0
     error: GenserveError | None = None
+    ended: bool = field(default=False, init=False)
+    cancelled: bool = field(default=False, init=False)
     parts: list[Inference] = field(default_factory=list, repr=False)
     blocked_by: Callable[[], Sequence[Executor | Inference]] = field(default=tuple, repr=False)
     _steps: Sequence[ResponseStep] = field(default=(), init=False, repr=False)
     _order: ResponseOrder | None = field(default=None, init=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
-    _ended: bool = field(default=False, init=False)
-    _cancelled: bool = field(default=False, init=False)
     _on_cancel: list[Callable[[], None]] = field(default_factory=list, init=False, repr=False)
     _on_end: list[Callable[[Inference], None]] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.inputs = dict(self.request.inputs)
-
-    @property
-    def ended(self) -> bool:
-        """Whether the final response was sent."""
-        return self._ended
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether the requester has cancelled it; the model may stop, and still has to end it."""
-        return self._cancelled
 
     def accept(
         self,
@@ -235,9 +228,9 @@ class Inference:
             Closed: it has ended.
         """
         with self._lock:
-            if self._ended:
+            if self.ended:
                 raise Closed("Unable to send response. Response sender has been closed.")
-            self._ended = final
+            self.ended = final
             if final:
                 self._on_cancel.clear()  # they refer to it: break the cycle
             if response is not None:
@@ -270,9 +263,9 @@ class Inference:
     def cancel(self) -> None:
         """Cancel it for the requester. A second call does nothing."""
         with self._lock:
-            if self._cancelled or self._ended:
+            if self.cancelled or self.ended:
                 return
-            self._cancelled = True
+            self.cancelled = True
             callbacks = list(self._on_cancel)
         for callback in callbacks:
             callback()
@@ -280,9 +273,9 @@ class Inference:
     def when_cancelled(self, callback: Callable[[], None]) -> None:
         """Call back when it is cancelled, or now if it is; never after its end."""
         with self._lock:
-            if self._ended:
+            if self.ended:
                 return
-            if not self._cancelled:
+            if not self.cancelled:
                 self._on_cancel.append(callback)
                 return
         callback()

@@ -146,7 +146,8 @@ class QueueScheduler:
             if self._closed:
                 raise stopping_error(inference.request)
             instance = self._queue.add(inference, now_ns=time.monotonic_ns())
-            self._arm()
+            if self._queue.expires_ns is not None:
+                self._arm()
             wakeup = None if instance is None else self._pop_sleeper(instance)
         inference.when_cancelled(partial(self._cancel, inference))
         if wakeup is not None:
@@ -179,7 +180,8 @@ class QueueScheduler:
                 wakeup.notify()
             if batch:
                 return batch
-            _send(rejected)
+            for rejection in rejected:
+                rejection.send()
             if permit is not None and not plan.batch:
                 permit.release()
                 has_permit = False
@@ -197,8 +199,10 @@ class QueueScheduler:
             self._permits[instance].executed()  # released when the next one is requested
         with self._lock:
             rejected = self._queue.done(instance, batch, now_ns=time.monotonic_ns())
-            self._arm()
-        _send(rejected)
+            if self._queue.expires_ns is not None:
+                self._arm()
+        for rejection in rejected:
+            rejection.send()
 
     def close(self) -> None:
         """Reject new inferences and fail the waiting ones; afterwards `take` returns None."""
@@ -230,7 +234,8 @@ class QueueScheduler:
     ) -> tuple[Sequence[Inference], Wakeup | None]:
         """Return the batch, and the wakeup of an instance that should plan the rest of the queue."""
         batch = self._queue.start(instance, plan.batch, now_ns=now_ns)
-        self._arm()
+        if self._queue.expires_ns is not None:
+            self._arm()
         if self._queue:
             return batch, self._pop_sleeper(ANY_INSTANCE)
         if self._closed:
@@ -242,7 +247,8 @@ class QueueScheduler:
             rejected = self._queue.cancel(inference, now_ns=time.monotonic_ns())
             if rejected:
                 self._notify_all()  # a batch may have waited for it
-        _send(rejected)
+        for rejection in rejected:
+            rejection.send()
 
     def _expire(self, due_ns: int) -> None:
         with self._lock:
@@ -252,7 +258,8 @@ class QueueScheduler:
             rejected = self._queue.expire(now_ns=time.monotonic_ns())
             self._arm()
             self._notify_all()
-        _send(rejected)
+        for rejection in rejected:
+            rejection.send()
 
     def _arm(self) -> None:
         expires_ns = self._queue.expires_ns
@@ -283,11 +290,6 @@ class QueueScheduler:
     def _notify_all(self) -> None:
         while self._asleep:
             self._wakeups[self._asleep.pop()].notify()
-
-
-def _send(rejected: Sequence[Rejection]) -> None:
-    for rejection in rejected:
-        rejection.send()
 
 
 def _call_if_alive(expire: weakref.WeakMethod[Callable[[int], None]], due_ns: int) -> None:

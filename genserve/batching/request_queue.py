@@ -83,17 +83,14 @@ class Queue(Protocol):
 class DirectQueue:
     """A `Queue` without batching."""
 
+    expires_ns: int | None = None   # inferences do not expire
+
     def __init__(self) -> None:
         self._waiting: OrderedDict[Inference, None] = OrderedDict()
 
     def __len__(self) -> int:
         """Number of waiting inferences."""
         return len(self._waiting)
-
-    @property
-    def expires_ns(self) -> int | None:
-        """None: inferences do not expire."""
-        return None
 
     def add(self, inference: Inference, *, now_ns: int) -> int:
         """Append an inference; there is no limit."""

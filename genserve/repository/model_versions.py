@@ -104,6 +104,8 @@ class ModelVersion:
         self._reshapes_inputs = any(spec.reshape is not None for spec in config.inputs)
         self._reshapes_outputs = any(spec.reshape is not None for spec in config.outputs)
         self._lock = threading.Lock()
+        # What each response passes that is neither cached nor traced.
+        self._plain_steps = self._response_steps(lookup=None, span=None)
         self._idle = threading.Condition(self._lock)  # entered by the lock: a condition is slower to enter
         self._pending: dict[Inference, None] = {}     # in the order of their arrival
         self._closing = False
@@ -143,13 +145,13 @@ class ModelVersion:
             if self._closing:
                 raise Closed(f"model '{self.name}' is being unloaded")
             self._pending[inference] = None
-        lookup = _CacheLookup(self._cache, statistics=self.statistics) if self._cache is not None else None
-        span = self._open_span(inference)
+        lookup, span, steps = None, None, self._plain_steps
+        if self._cache is not None or request.cause is not None:
+            lookup = _CacheLookup(self._cache, statistics=self.statistics) if self._cache else None
+            span = self._open_span(inference)
+            steps = self._response_steps(lookup, span)
         inference.accept(
-            model_version=self.version,
-            batch_size=batch_size,
-            span=span,
-            response_steps=self._response_steps(lookup, span),
+            model_version=self.version, batch_size=batch_size, span=span, response_steps=steps
         )
         if self._reshapes_inputs:
             inference.inputs = self._validator.reshaped(request.inputs)
@@ -186,9 +188,11 @@ class ModelVersion:
         self._leave(inference)
 
     def _leave(self, inference: Inference) -> None:
+        self._pending.pop(inference, None)
+        if not self._closing:
+            return  # `close` looks at what is pending after it has set the flag
         with self._lock:
-            self._pending.pop(inference, None)
-            if self._closing and not self._pending:
+            if not self._pending:
                 self._idle.notify_all()
 
     def _open_span(self, inference: Inference) -> Span | None:
@@ -365,7 +369,7 @@ class ModelTable:
         served = self.get(name, version)
         if served is not None:
             return served
-        raise self._not_found(name, version)
+        raise self.not_found(name, version)
 
     def has_steps(self, config: ModelConfig | None) -> bool:
         """Whether the models of all steps of an ensemble answer."""
@@ -394,7 +398,8 @@ class ModelTable:
         served = self.served
         return [(one, self.get(one.config.base_model)) for one in served if one.config.base_model is not None]
 
-    def _not_found(self, name: str, version: int) -> InferenceError:
+    def not_found(self, name: str, version: int) -> InferenceError:
+        """Return the error for a version that does not answer, with Triton's text."""
         known = [entry.version for entry in self.states(name)]
         start, status = f"Request for unknown model: '{name}'", Status.NOT_FOUND
         if not known:

@@ -144,24 +144,22 @@ class Repository(ServedModels):
             raise error
         return self.text_model(name)
 
-    def submit(self, inference: Inference) -> None:
-        """See `InferenceServer`; the code of a model may call one that is loaded on demand."""
+    def _submit_once_loaded(self, inference: Inference) -> bool:
+        """Load the model on demand, which the code of another model may call; see `ServedModels`."""
         name = inference.request.model_name
-        try:
-            super().submit(inference)
-        except InferenceError:
-            if self.on_demand is None or name not in self.lifecycle.entries or self.table.get(name):
-                raise
-        else:
-            return
+        if self.on_demand is None or name not in self.lifecycle.entries or self.table.get(name) is not None:
+            return False
         loading = self.on_demand.use(name, is_nested=True)
         loading.add_done_callback(partial(self._submit_loaded, inference))
+        return True
 
     def _submit_loaded(self, inference: Inference, loading: Future[ModelUse]) -> None:
+        request = inference.request
         try:
             use = loading.result()
             inference.when_ended(lambda _: use.end())
-            super().submit(inference)
+            self.table.find(request.model_name, request.model_version)  # or it would be loaded again
+            self.submit(inference)
         except GenserveError as error:
             inference.fail(error)
 

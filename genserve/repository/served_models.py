@@ -391,7 +391,11 @@ class ServedModels(ABC):
         request = inference.request
         rejected: ModelVersion | None = None
         while True:
-            served = self.table.find(request.model_name, request.model_version)
+            served = self.table.get(request.model_name, request.model_version)
+            if served is None:
+                if self._submit_once_loaded(inference):
+                    return
+                raise self.table.not_found(request.model_name, request.model_version)
             if served is rejected:
                 text = f"Request for unknown model: '{request.model_name}' has no available versions"
                 raise InferenceError(text, status=Status.NOT_FOUND)
@@ -401,6 +405,10 @@ class ServedModels(ABC):
                 rejected = served  # it is being replaced: its successor takes the request
             else:
                 return
+
+    def _submit_once_loaded(self, inference: Inference) -> bool:
+        """Run an inference, whose model does not answer, when the model has been loaded; False: never."""
+        return False
 
     def is_ready(self, name: str, version: int = -1) -> bool:
         """Whether a model answers."""

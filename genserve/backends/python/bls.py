@@ -12,6 +12,7 @@ from genserve.backends.python.deadlock import CHECK_INTERVAL_S, Wait, bls_error
 from genserve.backends.python.model_context import RunningBatch
 from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import Executor, Inference, InferenceRequest, InferenceResponse, InferenceServer
+from genserve.request_context import NO_KEY
 from genserve.wakeup import Wakeup
 
 T = TypeVar("T")
@@ -36,7 +37,7 @@ def bls_exec(
         The response; failures of any kind are in its `error`.
     """
     answer = _AwaitedResponses()
-    inference = Inference(request=request, on_response=answer.receive, takes_stream=False)
+    inference = Inference(request=request, on_response=answer.receive, takes_stream=False, share=NO_KEY)
     wait = Wait(inference, executor)
     try:
         _submit(inference, server, batch)
@@ -107,7 +108,7 @@ def bls_exec_async(
         if final:
             _set_result_threadsafe(answer, lambda: convert(_single_response(responses)))
 
-    inference = Inference(request=request, on_response=receive, takes_stream=False)
+    inference = Inference(request=request, on_response=receive, takes_stream=False, share=NO_KEY)
 
     def fail(error: GenserveError) -> None:
         answer.set_result(convert(InferenceResponse(error=error)))
@@ -167,7 +168,7 @@ class BlsResponses:
         """
         self._on_response = on_response
         self._responses: SimpleQueue[tuple[InferenceResponse, bool]] = SimpleQueue()
-        self.inference = Inference(request=request, on_response=self._receive)
+        self.inference = Inference(request=request, on_response=self._receive, share=NO_KEY)
         self._executor = executor
         try:
             _submit(self.inference, server, batch)
@@ -209,7 +210,7 @@ class BlsResponses:
 
 
 def _submit(inference: Inference, server: InferenceServer, batch: RunningBatch | None) -> None:
-    """Submit an inference, which is cancelled with the batch for which it is made.
+    """Submit an inference, which gets the key of the batch that makes it and is cancelled with it.
 
     Raises:
         InferenceError: it is rejected; with Triton's texts for BLS.

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from genserve.backends.python.custom_metrics import CustomMetrics
 from genserve.inference import Executor, Inference, InferenceServer, common_share
+from genserve.request_context import KeyShare
 
 
 class Phase(Enum):
@@ -57,11 +58,14 @@ class ModelContext:
 class RunningBatch:
     """A batch that a model executes, and its BLS requests, which are cancelled with it. From any thread."""
 
+    __slots__ = ("_calls", "_inferences", "_is_watched", "_share")
+
     def __init__(self, inferences: Sequence[Inference]) -> None:
         """Begin without BLS requests."""
         self._inferences = inferences
         self._calls: set[Inference] = set()
         self._is_watched = False
+        self._share: KeyShare | None = None     # None: nothing has asked for it
 
     @property
     def is_cancelled(self) -> bool:
@@ -73,19 +77,23 @@ class RunningBatch:
 
         If the batch is cancelled already, the model cleans up after it, and the request runs.
         """
-        call.share = common_share(self._inferences)
-        self._calls.add(call)   # first, as the batch may be cancelled on another thread at any moment
-        if self.is_cancelled:
-            self.remove(call)
+        if self._share is None:
+            self._share = common_share(self._inferences)
+        call.share = self._share
+        calls = self._calls
+        calls.add(call)     # first, as the batch may be cancelled on another thread at any moment
+        first = self._inferences[0]     # alone, it shows of nearly every batch that it is not cancelled
+        if (first.cancelled or first.ended) and self.is_cancelled:
+            calls.discard(call)
             return
-        call.when_ended(self.remove)
+        call.when_ended(calls.discard)
         if not self._is_watched:
             self._is_watched = True
             for inference in self._inferences:
                 inference.when_cancelled(self._cancel_calls)
 
     def remove(self, call: Inference) -> None:
-        """Forget a BLS request, which has ended or was rejected."""
+        """Forget a BLS request that was rejected."""
         self._calls.discard(call)
 
     def _cancel_calls(self) -> None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
-from typing import Any, Literal, TypedDict, overload
+from typing import Any, Literal, overload
 
 from genserve import inference as inner
 from genserve.backends.python.bls import BlsResponses, bls_exec, bls_exec_async, bls_stream_async
@@ -70,14 +70,6 @@ class InferenceTrace:
         return None
 
 
-class _Caller(TypedDict):
-    """By whom a BLS request is made: the instance that waits for the response, and its batch."""
-
-    server: InferenceServer
-    executor: Executor | None
-    batch: RunningBatch | None
-
-
 class InferenceRequest:
     """A request to this model, as passed to `execute`; or a BLS request to another model."""
 
@@ -122,9 +114,11 @@ class InferenceRequest:
             raise TritonModelException("Correlation ID must be integer or string")
         model_name, request_id = text_argument(model_name, "a model name"), text_argument(request_id, "an id")
         outputs = tuple(text_argument(name, "the name of an output") for name in requested_output_names)
-        where = f"for request with id '{request_id}' and model name '{model_name}'"
         self._inputs: list[Tensor] | None = list(inputs)
-        _check_not_empty(self._inputs, outputs, where=where)
+        if None in self._inputs:
+            raise _empty("Input tensor", request_id=request_id, model=model_name)
+        if "" in outputs:
+            raise _empty("Requested output name", request_id=request_id, model=model_name)
         self._request = inner.InferenceRequest(
             model_name=model_name,
             model_version=model_version,
@@ -233,10 +227,12 @@ class InferenceRequest:
         Raises:
             TritonModelException: the model is not executing.
         """
-        caller = self._caller()
+        server, executor, batch = self._caller()
+        request = self._bls_request()
         if decoupled:
-            return ResponseIterator(BlsResponses(self._bls_request(), **caller))
-        return InferenceResponse._of(bls_exec(self._bls_request(), **caller))
+            responses = BlsResponses(request, server=server, executor=executor, batch=batch)
+            return ResponseIterator(responses)
+        return InferenceResponse._of(bls_exec(request, server=server, executor=executor, batch=batch))
 
     @overload
     def async_exec(self, decoupled: Literal[False] = ...) -> asyncio.Future[InferenceResponse]: ...
@@ -251,10 +247,15 @@ class InferenceRequest:
         Raises:
             TritonModelException: the model is not executing.
         """
-        caller = self._caller()
+        server, executor, batch = self._caller()
+        request = self._bls_request()
         if decoupled:
-            return bls_stream_async(self._bls_request(), convert=ResponseIterator, **caller)
-        return bls_exec_async(self._bls_request(), convert=InferenceResponse._of, **caller)
+            return bls_stream_async(
+                request, server=server, executor=executor, batch=batch, convert=ResponseIterator
+            )
+        return bls_exec_async(
+            request, server=server, executor=executor, batch=batch, convert=InferenceResponse._of
+        )
 
     def _respond(self, response: InferenceResponse) -> None:
         """Send the response that `execute` returned for it."""
@@ -288,8 +289,8 @@ class InferenceRequest:
         if self._inference is not None:
             self._inference.fail(error)
 
-    def _caller(self) -> _Caller:
-        """Return by whom a BLS request is made."""
+    def _caller(self) -> tuple[InferenceServer, Executor | None, RunningBatch | None]:
+        """Return by whom a BLS request is made: the instance that waits for the response, and its batch."""
         context = self._context or current_context()
         if context is None or context.server is None or context.phase is not Phase.RUNNING:
             raise TritonModelException("BLS is only supported during the 'execute' function.")
@@ -298,7 +299,7 @@ class InferenceRequest:
         executor, batch = CURRENT_EXECUTOR.get(), CURRENT_BATCH.get()
         if not context.decoupled:
             executor, batch = executor or context.executor, batch or context.batch
-        return {"server": context.server, "executor": executor, "batch": batch}
+        return context.server, executor, batch
 
     def _bls_request(self) -> inner.InferenceRequest:
         if self._flags == self._request.flags:
@@ -306,11 +307,9 @@ class InferenceRequest:
         return replace(self._request, flags=RequestFlags(self._flags))
 
 
-def _check_not_empty(inputs: Sequence[Tensor | None], outputs: Sequence[str], *, where: str) -> None:
-    if None in inputs:
-        raise TritonModelException(f"Input tensor {where} should not be empty.")
-    if "" in outputs:
-        raise TritonModelException(f"Requested output name {where} should not be empty.")
+def _empty(part: str, *, request_id: str, model: str) -> TritonModelException:
+    where = f"for request with id '{request_id}' and model name '{model}'"
+    return TritonModelException(f"{part} {where} should not be empty.")
 
 
 def _by_name(inputs: Sequence[Tensor]) -> dict[str, InnerTensor]:
