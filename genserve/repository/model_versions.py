@@ -147,7 +147,8 @@ class ModelVersion:
             self._pending[inference] = None
         lookup, span, steps = None, None, self._plain_steps
         if self._cache is not None or request.cause is not None:
-            lookup = _CacheLookup(self._cache, statistics=self.statistics) if self._cache else None
+            if self._cache is not None:
+                lookup = _CacheLookup(self._cache, statistics=self.statistics)
             span = self._open_span(inference)
             steps = self._response_steps(lookup, span)
         inference.accept(

@@ -131,7 +131,7 @@ def _declared_tool_format(model: object, path: Path) -> ToolFormat | None:
         return ToolFormat.declared(declared)
     except (TypeError, ValueError) as error:
         raise RepositoryError(
-            f"{path}: tool_format: {error}", remedy="write a dict as docs/tools.md shows it"
+            f"{path}: tool_format: {error}", remedy="write a dict as docs/tool_formats.md shows it"
         ) from None
 
 
