@@ -411,18 +411,18 @@ class EngineThread:
 
     def _reject_overdue(self) -> None:
         """End the sequences that have waited too long for their first step."""
-        overdue = self._queue.overdue(self._open_sequences())
-        if overdue:
-            self._engine.remove(sequence for sequence, _ in overdue)
-            self._deliver(overdue, now_s=self._engine.clock())
+        self._reject(self._queue.overdue(self._open_sequences()))
 
     def _reject_without_adapter(self) -> None:
         """End the sequences whose adapters cannot be had."""
-        rejected = [
+        self._reject([
             (sequence, error)
             for sequence in self._open_sequences()
             if sequence.adapter is not None and (error := sequence.adapter.error) is not None
-        ]
+        ])
+
+    def _reject(self, rejected: Sequence[tuple[TokenSequence, GenserveError]]) -> None:
+        """Remove sequences from the engine, and deliver their errors."""
         if rejected:
             self._engine.remove(sequence for sequence, _ in rejected)
             self._deliver(rejected, now_s=self._engine.clock())

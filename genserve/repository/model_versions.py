@@ -104,7 +104,7 @@ class ModelVersion:
         self._reshapes_inputs = any(spec.reshape is not None for spec in config.inputs)
         self._reshapes_outputs = any(spec.reshape is not None for spec in config.outputs)
         self._lock = threading.Lock()
-        # What each response passes that is neither cached nor traced.
+        # Each response passes these steps, unless it is cached or traced.
         self._plain_steps = self._response_steps(lookup=None, span=None)
         self._idle = threading.Condition(self._lock)  # entered by the lock: a condition is slower to enter
         self._pending: dict[Inference, None] = {}     # in the order of their arrival

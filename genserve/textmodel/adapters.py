@@ -112,7 +112,7 @@ class AcquiredAdapter:
     Attributes:
         info: the adapter.
         num_users: how many sequences have not released it.
-        priority: those with the lowest value get room first.
+        priority: its rank in the queue for room; the adapter with the lowest value is first.
         on_change: called when its weights are in memory, or cannot be.
     """
 
@@ -247,7 +247,7 @@ class Adapters:
         Args:
             name: the adapter.
             count: the number of sequences that use it.
-            priority: those with the lowest value come first.
+            priority: the rank in the queue for room; the adapter with the lowest value is first.
             on_change: called on any thread, and without waiting, when it is in memory or cannot be.
 
         Raises:
