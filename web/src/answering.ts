@@ -1,8 +1,9 @@
 // Answering: sends a chat request, and writes what comes into a message of the conversation.
 
 import { ApiError, endReasoning, streamChat } from "./api";
-import { chatBody, type Request, requestOf, toolsProblem } from "./chat_request";
+import { chatBody, requestOf, toolsProblem } from "./chat_request";
 import {
+  type ChatRequest,
   type Conversation,
   isThinking,
   type Message,
@@ -255,7 +256,12 @@ class Answer {
   }
 
   /** Send a request. If its model has to be loaded first, `ask` makes it again, with the defaults known then. */
-  async run(asked: Request, ask: () => Request, answered: Message[], signal: AbortSignal): Promise<void> {
+  async run(
+    asked: ChatRequest,
+    ask: () => ChatRequest,
+    answered: Message[],
+    signal: AbortSignal,
+  ): Promise<void> {
     const { message } = this;
     try {
       let request = asked;

@@ -62,7 +62,7 @@ export async function loadModel(name: string): Promise<void> {
 }
 
 /** Have a model on demand loaded by naming it, which needs no right to control the server. */
-export async function summonModel(name: string, signal: AbortSignal): Promise<void> {
+export async function loadOnDemand(name: string, signal: AbortSignal): Promise<void> {
   await call("api/generate", { ...asJson({ model: name, stream: false }), signal });
 }
 

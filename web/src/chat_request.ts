@@ -1,7 +1,7 @@
 // The body of a chat request, and the same request as curl and Python.
 
 import { serverUrl } from "./api";
-import type { Conversation, Message } from "./conversation";
+import type { ChatRequest, Conversation, Message } from "./conversation";
 import { apiKey, asksProbabilities } from "./preferences";
 import type { JsonObject } from "./schema";
 import { chatParams, modelOf } from "./state";
@@ -11,15 +11,8 @@ const NUM_ALTERNATIVES = 10;
 /** Raised before a request, by what the user has typed. */
 export class InvalidInput extends Error {}
 
-/** A request without the messages of the conversation, as it is kept with the answer. */
-export interface Request {
-  system: string;
-  prefix: string; // the raw text that the answer begins with; empty: the model begins it
-  fields: JsonObject;
-}
-
 /** The request that the settings make; throws InvalidInput. */
-export function requestOf(conversation: Conversation, prefix = ""): Request {
+export function requestOf(conversation: Conversation, prefix = ""): ChatRequest {
   const { system, params, toolChoice } = conversation;
   const tools = readTools(conversation.tools);
   const fields = {
@@ -43,7 +36,7 @@ function newSeed(): number {
 }
 
 /** The body of a request for an answer to messages. */
-export function chatBody({ system, prefix, fields }: Request, answered: Message[]): JsonObject {
+export function chatBody({ system, prefix, fields }: ChatRequest, answered: Message[]): JsonObject {
   const messages: JsonObject[] = system.trim() ? [{ role: "system", content: system }] : [];
   messages.push(...answered.map(asSent));
   if (prefix) messages.push({ role: "assistant", content: prefix });

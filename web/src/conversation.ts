@@ -1,6 +1,6 @@
 // A conversation: a tree of messages, with one chosen child at each, and pure functions over it.
 
-import type { Request } from "./chat_request";
+import type { JsonObject } from "./schema";
 
 /** A token with the log-probabilities of itself and of the most likely ones at its place. */
 export interface Token {
@@ -54,6 +54,13 @@ export interface Stats {
   cacheMatch?: CacheMatch;
 }
 
+/** A request without the messages of the conversation, as it is kept with the answer. */
+export interface ChatRequest {
+  system: string;
+  prefix: string; // the raw text that the answer begins with; empty: the model begins it
+  fields: JsonObject;
+}
+
 export interface Message {
   id: string;
   parent: string; // ROOT: it begins the conversation
@@ -70,7 +77,7 @@ export interface Message {
   stopReason?: string; // the stop string, or whatever else stopped it
   finish?: string; // why the answer ended, UNFINISHED until then; absent: it was written by the user
   stats?: Stats;
-  request?: Request; // of which it is the answer
+  request?: ChatRequest; // of which it is the answer
   ignored?: string; // the fields of the request that had no effect
   error?: string;
   errorKind?: string; // one that the page has advice for

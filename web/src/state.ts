@@ -1,7 +1,7 @@
 // The page's state, as signals; views read them, and the functions here change them.
 
 import { computed, effect, signal } from "@preact/signals";
-import { ApiError, listModels, type Model, needsKey, openApi, summonModel } from "./api";
+import { ApiError, listModels, loadOnDemand, type Model, needsKey, openApi } from "./api";
 import {
   type Conversation,
   type Message,
@@ -103,7 +103,7 @@ export function isUnloaded(name: string): boolean {
 
 /** Have a model on demand loaded, which tells its defaults. */
 export async function load(name: string, signal: AbortSignal): Promise<void> {
-  await summonModel(name, signal);
+  await loadOnDemand(name, signal);
   await connect();
 }
 
