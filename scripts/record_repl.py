@@ -31,10 +31,10 @@ from pyte.screens import Char
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "chat.svg"
 COLUMNS, ROWS = 92, 24
 # With this seed, and the seed of /compare, all answers are right. Read them again when you record.
-SEED = "4"
+SEED = "9"
 # What is typed, what the terminal then shows, and for how many seconds the picture stays.
 STEPS = (
-    ("Write a Python function that reverses a string.\r", "tokens/s", 1.5),
+    ("Suggest one name for a black cat, and say why in one sentence.\r", "tokens/s", 1.5),
     ("/alt\r", "Esc", 1.5),
     ("\t", "", 0.8),
     ("\x1b[B", "", 0.8),
