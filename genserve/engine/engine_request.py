@@ -613,11 +613,15 @@ class TokenSequence(SubmittedSequence):
     def _written_receipt(self) -> Mapping[str, Any] | None:
         if self.receipt is None or self.finish_reason is None:
             return None
+        adapter: Mapping[str, str] | None = None
+        if self.adapter is not None:
+            adapter = {"name": self.request.adapter or "", "sha256": self.adapter.sha256}
         return self.receipt.written(
             self.token_ids[self.num_prompt_tokens :],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             is_whole=not self.is_resumed,
+            adapter=adapter,
         )
 
     def _timings(self, now_s: float) -> Timings:

@@ -46,6 +46,7 @@ class Receipt:
         finish_reason: FinishReason,
         stop_reason: StopReason | None,
         is_whole: bool,
+        adapter: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """Return the receipt of the answer that has ended, as JSON values.
 
@@ -54,8 +55,10 @@ class Receipt:
             finish_reason: why it ended.
             stop_reason: the stop string, token id or limit that ended it; None: there is none.
             is_whole: whether all rows of logits were added; False: another engine began the answer.
+            adapter: the name and the digest of the adapter that has answered; None: the model itself.
         """
         outcome = {
+            **({} if adapter is None else {"adapter": adapter}),
             "token_ids": [*token_ids],
             "finish_reason": str(finish_reason),
             "stop_reason": stop_reason,

@@ -12,7 +12,7 @@ import logging
 import re
 import threading
 import time
-from bisect import insort
+from bisect import insort, insort_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from genserve.errors import SEE_LOG, GenserveError, ModelFailed, ModelNotFound, RepositoryError
+from genserve.errors import (
+    SEE_LOG,
+    GenserveError,
+    ModelFailed,
+    ModelNotFound,
+    ModelNotReady,
+    RepositoryError,
+)
 from genserve.files import file_sha256
 from genserve.generation_metrics import GenerationMetrics
 from genserve.kernels.low_rank import LowRankPart, PackedAdapter, pack_layer
@@ -83,6 +90,7 @@ class AdapterInfo:
         num_bytes: the size of its weights in the file.
         sha256: the digest of its files.
         loaded_s: wall-clock time of the load, seconds since 1970.
+        file_states: what changes with each of its files that is written or replaced, as it was at the load.
     """
 
     name: str
@@ -94,6 +102,7 @@ class AdapterInfo:
     num_bytes: int
     sha256: str
     loaded_s: float
+    file_states: Sequence[tuple[int, int, int]]
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +119,7 @@ class AcquiredAdapter:
     """An adapter that sequences use or wait for; implements `engine.LogitsAdapter`.
 
     Attributes:
-        info: the adapter.
+        info: the adapter; a later load of its name, if its files were replaced before they were read.
         num_users: how many sequences have not released it.
         priority: its rank in the queue for room; the adapter with the lowest value is first.
         on_change: called when its weights are in memory, or cannot be.
@@ -121,7 +130,6 @@ class AcquiredAdapter:
     priority: int
     on_change: Callable[[], None]
     slot: _Slot | None = None               # None: it waits for room
-    is_gone: bool = False                   # it was unloaded or replaced before it had room
 
     @property
     def sha256(self) -> str:
@@ -136,11 +144,6 @@ class AcquiredAdapter:
     @property
     def error(self) -> GenserveError | None:
         """See `LogitsAdapter`."""
-        if self.is_gone:
-            return ModelNotFound(
-                f"the adapter {self.info.name!r} was unloaded or replaced while the request waited for it",
-                remedy="send the request again if the adapter is loaded",
-            )
         return None if self.slot is None else self.slot.error
 
     @property
@@ -149,12 +152,6 @@ class AcquiredAdapter:
         assert self.slot is not None
         assert self.slot.graphs is not None
         return self.slot.graphs
-
-
-@dataclass(slots=True)
-class _Known:
-    info: AdapterInfo
-    states: Sequence[tuple[int, int, int]] = field(default_factory=tuple)   # of its files when it was loaded
 
 
 class Adapters:
@@ -175,7 +172,7 @@ class Adapters:
         self._max_loaded = max(1, max_loaded)
         self._changed = threading.Condition()
         # Guarded by the condition. The least recently used slot is the first.
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, AdapterInfo] = {}
         self._slots: OrderedDict[AdapterInfo, _Slot] = OrderedDict()
         self._waiting: list[AcquiredAdapter] = []       # for room: by priority, then by arrival
         self._packing = ThreadPoolExecutor(1, thread_name_prefix=f"adapters-{model}")
@@ -189,23 +186,30 @@ class Adapters:
     def list(self) -> Sequence[AdapterInfo]:
         """Return the adapters, by name."""
         with self._changed:
-            return sorted((known.info for known in self._known.values()), key=lambda info: info.name)
+            return sorted(self._known.values(), key=lambda info: info.name)
 
     def get(self, name: str) -> AdapterInfo:
         """Return an adapter; raises ModelNotFound if there is none of this name."""
-        return self._find(name).info
+        info = self._known.get(name)
+        if info is None:
+            raise ModelNotFound(
+                f"model {self._model!r} has no adapter {name!r}",
+                remedy=f"load it first; loaded are: {', '.join(sorted(self._known)) or 'none'}",
+            )
+        return info
 
     def load(self, name: str, folder: Path) -> AdapterInfo:
         """Let requests choose the adapter in a folder, which must stay there. Replaces one of the same name.
+
+        Requests that have begun, or wait for room, go on with the one that they began with.
 
         Raises:
             RepositoryError: the adapter is broken, is of a kind that a request cannot choose, or does not fit
                 the model; or the model can have none.
         """
-        states = _file_states(folder)
         info, packed = self._read(name, folder)
         with self._changed:
-            self._known[name] = _Known(info, states)
+            self._known[name] = info
             self._update()
             if not self._waiting and self._make_room():
                 self._slots[info] = _Slot(packed)
@@ -220,8 +224,7 @@ class Adapters:
             timeout_s: how long to wait for these requests to end.
         """
         with self._changed:
-            known = self._known.get(info.name)
-            if known is not None and known.info is info:
+            if self._known.get(info.name) is info:
                 del self._known[info.name]
                 self._metrics.adapters(known=len(self._known), max_loaded=self._max_loaded)
             self._update()
@@ -229,7 +232,7 @@ class Adapters:
 
     def _is_used(self, info: AdapterInfo) -> bool:
         slot = self._slots.get(info)
-        return slot is not None and bool(slot.users)
+        return bool(slot and slot.users) or any(waiting.info is info for waiting in self._waiting)
 
     def acquire(
         self,
@@ -255,7 +258,7 @@ class Adapters:
         """
         with self._changed:
             acquired = AcquiredAdapter(
-                info=self._find(name).info, num_users=count, priority=priority, on_change=on_change
+                info=self.get(name), num_users=count, priority=priority, on_change=on_change
             )
             insort(self._waiting, acquired, key=lambda each: each.priority)
             self._update()
@@ -268,29 +271,14 @@ class Adapters:
             if not acquired.num_users:
                 if acquired.slot is not None:
                     acquired.slot.users.remove(acquired)
-                elif not acquired.is_gone:
+                else:
                     self._waiting.remove(acquired)
             self._update()
 
-    def _find(self, name: str) -> _Known:
-        known = self._known.get(name)
-        if known is None:
-            raise ModelNotFound(
-                f"model {self._model!r} has no adapter {name!r}",
-                remedy=f"load it first; loaded are: {', '.join(sorted(self._known)) or 'none'}",
-            )
-        return known
-
     def _update(self) -> None:
         """Drop the adapters that nobody can use any more, and give room to those that wait."""
-        infos = {known.info for known in self._known.values()}
-        for info in [each for each in self._unused() if each not in infos]:
+        for info in [each for each in self._unused() if self._known.get(each.name) is not each]:
             del self._slots[info]
-        for acquired in [each for each in self._waiting if each.info not in infos]:
-            if acquired.info not in self._slots:
-                self._waiting.remove(acquired)
-                acquired.is_gone = True
-                acquired.on_change()
         while self._waiting and self._give_room(self._waiting[0]):
             del self._waiting[0]
         self._changed.notify_all()
@@ -303,35 +291,52 @@ class Adapters:
             if not self._make_room():
                 return False
             slot = self._slots[info] = _Slot()
-            self._packing.submit(self._fill, slot, self._known[info.name])
+            self._packing.submit(self._fill, slot, info)
         self._slots.move_to_end(info)
         slot.users.append(acquired)
         acquired.slot = slot
         return True
 
-    def _fill(self, slot: _Slot, known: _Known) -> None:
+    def _fill(self, slot: _Slot, info: AdapterInfo) -> None:
         with self._changed:
             if not slot.users:      # all requests for it have ended
-                del self._slots[known.info]
+                del self._slots[info]
                 self._update()
                 return
         error: GenserveError | None = None
         try:
-            graphs = self._pack_again(known)
+            graphs = self._pack_again(info)
         except ModelFailed as failure:
             error = failure
         except Exception:
             logger.exception("an adapter was not packed")
-            error = ModelFailed(f"the adapter {known.info.name!r} cannot be read", remedy=SEE_LOG)
+            error = ModelFailed(f"the adapter {info.name!r} cannot be read", remedy=SEE_LOG)
         with self._changed:
             if error is None:
                 slot.graphs = graphs
             else:
-                slot.error = error
-                del self._slots[known.info]
+                del self._slots[info]
+                self._cannot_pack(slot, info, error)
             for user in slot.users:
                 user.on_change()
             self._update()
+
+    def _cannot_pack(self, slot: _Slot, info: AdapterInfo, error: GenserveError) -> None:
+        """End the wait for an adapter that cannot be packed; for a replaced one, wait for the new one."""
+        now = self._known.get(info.name)
+        if now is info:
+            slot.error = error
+        elif now is None:
+            slot.error = ModelNotReady(
+                f"the adapter {info.name!r} was unloaded, and its files have changed, while the request "
+                "waited for it",
+                remedy="send the request again when the adapter is loaded",
+            )
+        else:
+            for user in reversed(slot.users):
+                user.info, user.slot = now, None
+                insort_left(self._waiting, user, key=lambda each: each.priority)
+            slot.users.clear()
 
     def _make_room(self) -> bool:
         """Drop the least recently used adapter that is not in use, if all slots are taken; False: none is."""
@@ -347,19 +352,19 @@ class Adapters:
         """Yield the adapters in memory that are not in use, the least recently used first."""
         return (info for info, slot in self._slots.items() if slot.graphs is not None and not slot.users)
 
-    def _pack_again(self, known: _Known) -> Sequence[PackedAdapter]:
-        folder = known.info.folder
+    def _pack_again(self, info: AdapterInfo) -> Sequence[PackedAdapter]:
         try:
-            if _file_states(folder) == known.states:
-                return self._packed(PeftAdapter(folder))
+            if _file_states(info.folder) == info.file_states:
+                return self._packed(PeftAdapter(info.folder))
         except RepositoryError as error:
             raise ModelFailed(error.message, remedy=error.remedy) from error
         raise ModelFailed(
-            f"the files of the adapter {known.info.name!r} in {folder} have changed since it was loaded",
+            f"the files of the adapter {info.name!r} in {info.folder} have changed since it was loaded",
             remedy="load it again",
         )
 
     def _read(self, name: str, folder: Path) -> tuple[AdapterInfo, Sequence[PackedAdapter]]:
+        states = _file_states(folder)
         peft = PeftAdapter(folder)
         packed = self._packed(peft)
         info = AdapterInfo(
@@ -372,6 +377,7 @@ class Adapters:
             num_bytes=(folder / WEIGHTS).stat().st_size,
             sha256=_digest(folder),
             loaded_s=time.time(),
+            file_states=states,
         )
         return info, packed
 

@@ -19,7 +19,6 @@ from genserve.prompt import Chat, Message, Prompt, TextFormat, Tool
 from genserve.sampling.param_table import is_token_id
 from genserve.sampling.sampling_params import PARAMETERS, SamplingParams, sampling_params
 from genserve.text.tokenizer import Tokenizer
-from genserve.textmodel.adapters import Adapters
 from genserve.textmodel.disk_prefixes import files_sha256
 from genserve.textmodel.logits_config import FileStates, file_states, logits_files
 from genserve.textmodel.logits_runtime import LogitsFigures, engine_placements
@@ -63,7 +62,6 @@ class ModelReceipts:
         choice: int,
         max_tokens: int,
         logits: LogitsFigures,
-        adapters: Adapters | None = None,
     ) -> Receipt:
         """Return the receipt of an answer before its first token.
 
@@ -72,19 +70,14 @@ class ModelReceipts:
             choice: the number of the answer among its choices.
             max_tokens: how many tokens it can have.
             logits: the figures of the model.
-            adapters: the adapters of the model, of which the request may name one.
 
         Raises:
-            ModelNotFound: there is no such adapter.
             ModelFailed: the files are not those any more that were loaded.
         """
-        prompt, adapter = request.prompt, {}
-        if request.adapter is not None and adapters is not None:
-            adapter = {"adapter": {"name": request.adapter, "sha256": adapters.get(request.adapter).sha256}}
+        prompt = request.prompt
         return Receipt(
             {
                 **self.facts(logits),
-                **adapter,
                 "prompt_token_ids": [*request.prompt_token_ids],
                 "chat": _written_chat(prompt) if isinstance(prompt, Chat) else None,
                 "begins_reasoning": request.begins_reasoning,

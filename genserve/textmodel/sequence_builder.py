@@ -27,7 +27,6 @@ from genserve.text.message_parser import MessageParser
 from genserve.text.stop_conditions import StopChecker, StopFinder, StopRegex, StopStrings
 from genserve.text.tokenizer import Tokenizer
 from genserve.text.tool_formats import HARMONY
-from genserve.textmodel.adapters import Adapters
 from genserve.textmodel.decoder_stage import Decoding
 from genserve.textmodel.logits_runtime import LogitsFigures
 from genserve.textmodel.reasoning_tokens import ReasoningTokens
@@ -45,7 +44,6 @@ class SequenceBuilder:
         reasoning: the tags around the reasoning of answers.
         tools: how the model reads and calls tools.
         receipts: begins the receipts of answers; None: the model runs in other processes.
-        adapters: the adapters of the model, whose digests receipts have; None: it has none.
     """
 
     def __init__(
@@ -71,7 +69,6 @@ class SequenceBuilder:
         self._vocab_size = logits.vocab_size
         self._logits = logits
         self.receipts = receipts
-        self.adapters: Adapters | None = None
         self._grammars = GrammarCompiler(tokenizer, vocab_size=logits.vocab_size)
         self.param_tokens = ParamTokens(tokenizer, vocab_size=logits.vocab_size)
 
@@ -137,11 +134,7 @@ class SequenceBuilder:
             sequence.request, sequence.choice, sequence.share = request, choice, request.share
             if params.return_receipt and self.receipts is not None:
                 sequence.receipt = self.receipts.begin(
-                    request,
-                    choice=choice,
-                    max_tokens=sequence.max_new_tokens,
-                    logits=self._logits,
-                    adapters=self.adapters,
+                    request, choice=choice, max_tokens=sequence.max_new_tokens, logits=self._logits
                 )
             sequences.append(sequence)
         width = beam_width(params, num_choices=request.num_choices)

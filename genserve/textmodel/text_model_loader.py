@@ -99,7 +99,6 @@ def load_text_model(
             metrics=metrics,
             max_loaded=integer_parameter(config.parameters, "max_loaded_adapters", default=MAX_LOADED),
         )
-        builder.adapters = adapters
         disk_cache = open_disk_cache(
             logits,
             stages,

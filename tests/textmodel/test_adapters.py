@@ -24,7 +24,7 @@ from genserve.engine.delta_streams import DeltaStream
 from genserve.engine.engine_request import Request
 from genserve.engine.logits_model import ForwardBatch
 from genserve.engine.prefix_cache import root_key
-from genserve.errors import ModelFailed, ModelNotFound, Overloaded, RepositoryError
+from genserve.errors import ModelFailed, ModelNotFound, ModelNotReady, Overloaded, RepositoryError
 from genserve.export.export_options import ExportFormat, Precision
 from genserve.generation_metrics import Metrics
 from genserve.repository.repository import Repository
@@ -378,7 +378,7 @@ def test_the_least_recently_used_adapter_leaves_the_memory(
     pack = known._pack_again
 
     def counted(found: Any) -> Any:
-        packed.append(found.info.name)
+        packed.append(found.name)
         return pack(found)
 
     monkeypatch.setattr(known, "_pack_again", counted)
@@ -439,17 +439,45 @@ def test_an_adapter_that_is_unloaded_or_broken_ends_the_wait_for_it(
     logits = write_graph(base, tmp_path / "graph").logits(max_num_seqs=1, max_length=64)
     known = adapters_of(logits, max_loaded=1)
     for name in "abc":
-        known.load(name, folder if name == "c" else adapters[0])
+        known.load(name, adapters[0] if name == "a" else folder)
     held = acquired(known, "a")
-    b, c = known.acquire("b"), known.acquire("c")
-    known.unload(known.get("b"))
-    assert isinstance(b.error, ModelNotFound)
-    assert c.error is None
-    known.release(b)
+    changes: queue.SimpleQueue[str] = queue.SimpleQueue()
+    b, c = (known.acquire(name, on_change=partial(changes.put, name)) for name in "bc")
     (folder / "adapter_model.safetensors").unlink()
+    known.unload(known.get("b"))
     known.release(held)
-    assert isinstance(acquired(known, "c").error, ModelFailed)
+    assert [changes.get(timeout=60), changes.get(timeout=60)] == ["b", "c"]
+    assert isinstance(b.error, ModelNotReady)
+    assert isinstance(c.error, ModelFailed)
     assert acquired(known, "a").is_ready
+
+
+def test_who_waits_for_an_adapter_gets_the_new_one_if_its_files_are_replaced(
+    base: Path, adapters: list[Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(adapters[0], tmp_path / "adapter"))
+    logits = write_graph(base, tmp_path / "graph").logits(max_num_seqs=1, max_length=64)
+    known = adapters_of(logits, max_loaded=1)
+    for name in "abc":
+        known.load(name, folder if name == "c" else adapters[1])
+    held = acquired(known, "a")
+    changes: queue.SimpleQueue[str] = queue.SimpleQueue()
+    b, first, second = (known.acquire(name, on_change=partial(changes.put, name)) for name in "bcc")
+    before = b.sha256
+    known.load("b", adapters[2])        # the files that it waits for are still there
+    with_config(lora_alpha=12)(folder)
+    new = known.load("c", folder)
+    assert first.sha256 != new.sha256
+    known.release(held)
+    assert changes.get(timeout=60) == "b"
+    assert (b.error, b.sha256, b.is_ready) == (None, before, True)
+    known.release(b)
+    assert [changes.get(timeout=60), changes.get(timeout=60)] == ["c", "c"]
+    for each in (first, second):
+        assert (each.error, each.sha256, each.is_ready) == (None, new.sha256, True)
+        known.release(each)
+    assert not known._waiting
+    assert [*known._slots] == [new]
 
 
 def test_requests_that_wait_for_adapters_hold_up_no_other(
@@ -572,7 +600,7 @@ def test_an_adapter_for_which_nobody_waits_any_more_is_not_packed(
     opened, packed, pack = threading.Event(), [], known._pack_again
 
     def gated(found: Any) -> Any:
-        packed.append(found.info.name)
+        packed.append(found.name)
         assert opened.wait(60)
         return pack(found)
 
