@@ -60,10 +60,10 @@ def export_adapter(
             assert model.adapters is not None   # the model runs in this process
             if is_gguf:
                 _convert(source, made / "1", base=model, graphs=model.adapters.graphs())
-            else:
-                for file in (CONFIG, WEIGHTS):
-                    shutil.copy2(source / file, made / "1" / file)  # no link: training writes it in place
-            model.adapters.load(name, made / "1")
+            model.adapters.load(name, made / "1" if is_gguf else source)
+        if not is_gguf:
+            for file in (CONFIG, WEIGHTS):
+                shutil.copy2(source / file, made / "1" / file)  # no link: training writes it in place
         if old is not None:
             shutil.move(target, staging / "replaced")
         made.rename(target)

@@ -69,6 +69,8 @@ def convert_gguf_adapter(
     adapter = _read(
         file, architecture, path=path, config=config, num_layers=config["num_hidden_layers"]
     )
+    if not adapter.added and not adapter.replaced:
+        raise ExportError(f"{path} has no tensors of an adapter", remedy="convert the adapter again")
     if adapter.replaced:
         raise ExportError(
             f"the adapter {path.name} replaces {next(iter(adapter.replaced))}, which a request cannot choose",
@@ -178,9 +180,16 @@ def _low_rank(down: GgufTensor, up: GgufTensor | None, *, weight: str, alpha: fl
     is_embedding = weight == _EMBEDDING
     left, right = (down.read(), up.read().T) if is_embedding else (up.read(), down.read())
     rank = left.shape[1]
-    if rank != len(right):
+    if not rank or rank != len(right):
         raise _broken(weight, path)
-    return LowRank(left=left * np.float32(alpha / rank) if alpha else left, right=right)
+    if alpha:
+        left = left * np.float32(alpha / rank)
+    if not (np.isfinite(left).all() and np.isfinite(right).all()):
+        raise ExportError(
+            f"{path} has numbers that are not finite for {weight!r}",
+            remedy="train the adapter with a lower learning rate, or take an earlier checkpoint of it",
+        )
+    return LowRank(left=left, right=right)
 
 
 def _broken(weight: str, path: Path) -> ExportError:

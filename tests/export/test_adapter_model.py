@@ -6,9 +6,13 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from genserve.cli.model_access import local_models
+from genserve.errors import ExportError
+from genserve.export.adapter_model import export_adapter
 from genserve.llm import LLM
 from tests.export.adapters import write_adapter
 from tests.export.ggufs import write_gguf, write_gguf_adapter
@@ -84,6 +88,22 @@ def test_an_adapter_in_gguf_for_a_family_that_requests_cannot_adapt_is_refused(
     assert ended.exit_code == 1
     assert "--adapter" in ended.stderr
     assert [each.name for each in repository.glob("adapter*")] == []
+
+
+@pytest.mark.parametrize("is_gguf", [False, True])
+@pytest.mark.parametrize("value", [None, np.nan])
+def test_errors_name_the_file_that_the_user_has_given(
+    value: float | None, is_gguf: bool, adapter: Path, repository: Path, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(adapter, tmp_path / "adapter"))
+    weights = folder / "adapter_model.safetensors"
+    tensors = {} if value is None else load_file(weights)
+    save_file({name: tensor * value for name, tensor in tensors.items()}, weights)
+    source = write_gguf_adapter(folder, tiny_checkpoint, tmp_path / "Mine.gguf") if is_gguf else folder
+    with pytest.raises(ExportError) as raised:
+        export_adapter(source, repository=repository, name="mine", base="tiny")
+    assert str(source) in str(raised.value)
+    assert str(repository) not in str(raised.value)
 
 
 def test_a_receipt_of_an_adapter_is_verified(adapter, repository, tmp_path):
