@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "activation.hpp"
 #include "attention.hpp"
 #include "causal_conv.hpp"
 #include "cpu.hpp"
@@ -16,6 +17,7 @@
 #include "linear.hpp"
 #include "linear_attention.hpp"
 #include "logits.hpp"
+#include "norm.hpp"
 #include "sampling.hpp"
 
 using namespace genserve;
@@ -533,6 +535,49 @@ void run_grouped_linear(WeightFormat format, int64_t groups, int64_t rows, int64
   printf("%s: %016llx\n", name, (unsigned long long)hashes[0]);
 }
 
+void run_norm(Norm norm, int64_t rows, int64_t groups, int64_t size) {
+  char name[96];
+  snprintf(name, sizeof name, "norm %d, %lld x %lld of %lld", (int)norm, (long long)rows, (long long)groups, (long long)size);
+  Numbers numbers{(uint64_t)(rows * 131 + size)};
+  Owned x(Type::kFloat32, rows, groups * size), residual(Type::kFloat32, rows, groups * size);
+  Owned weight(Type::kFloat32, groups * size), bias(Type::kFloat32, groups * size);
+  Owned* const all[] = {&x, &residual, &weight, &bias};
+  for (Owned* each : all) each->fill(numbers);
+  const NormAttributes a{groups, norm, 1e-5f};
+  const NormInputs in{x.tensor, weight.tensor, bias.tensor, residual.tensor};
+  Error error;
+  uint64_t hashes[2];
+  for (int threads : kThreads) {
+    Owned y(Type::kFloat32, rows, groups * size);
+    if (!check_norm(a, in, error)) fail(name, error.message);
+    norm_rows(a, in, y.tensor.as<float>(), team_of(threads));
+    hashes[threads > 1] = hash(y);
+  }
+  if (hashes[0] != hashes[1]) fail(name, "several threads give other bits than one");
+  printf("%s: %016llx\n", name, (unsigned long long)hashes[0]);
+}
+
+void run_activation(Activation activation, int64_t rows, int64_t columns) {
+  char name[96];
+  snprintf(name, sizeof name, "activation %d, %lld x %lld", (int)activation, (long long)rows, (long long)columns);
+  Numbers numbers{(uint64_t)columns};
+  Owned x(Type::kFloat32, rows, columns), factor(Type::kFloat32, rows, columns);
+  x.fill(numbers);
+  factor.fill(numbers);
+  const ActivationAttributes a{activation, 0.8f, 1.3f, 0.5f};
+  const ActivationInputs in{x.tensor, factor.tensor};
+  Error error;
+  uint64_t hashes[2];
+  for (int threads : kThreads) {
+    Owned y(Type::kFloat32, rows, columns);
+    if (!check_activation(a, in, error)) fail(name, error.message);
+    activate_all(a, in, y.tensor.as<float>(), team_of(threads));
+    hashes[threads > 1] = hash(y);
+  }
+  if (hashes[0] != hashes[1]) fail(name, "several threads give other bits than one");
+  printf("%s: %016llx\n", name, (unsigned long long)hashes[0]);
+}
+
 void run_logits(int64_t size, int64_t k) {
   Numbers numbers{(uint64_t)size};
   Owned logits(Type::kFloat32, 3, size), best(Type::kFloat32, 3), ids(Type::kFloat32, 3, 2), top(Type::kFloat32, 3, 2 * k);
@@ -599,6 +644,12 @@ int main() {
   run_grouped_linear(WeightFormat::kInt8Block, 3, 37, 77, 45);
   run_grouped_linear(WeightFormat::kInt4Block, 4, 1, 64, 70);
   run_grouped_linear(WeightFormat::kFloat32, 2, 200, 77, 45);
+  run_norm(Norm::kRms, 1, 1, 2304);
+  run_norm(Norm::kRms, 70, 5, 77);
+  run_norm(Norm::kLayer, 70, 1, 500);
+  run_norm(Norm::kLayer, 3, 4, 1);
+  run_activation(Activation::kSigmoid, 33, 1021);
+  run_activation(Activation::kXielu, 1, 77);
   run_causal_conv(70, 3, true);
   run_causal_conv(129, 4, false);
   run_linear_attention(Rule::kGatedDelta, OutputNorm::kNormThenGate, 2, 4, 20, 40);

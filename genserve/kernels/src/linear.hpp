@@ -21,11 +21,11 @@
 // of the inputs, in one chain per output, for any number of rows in a tile and on any thread.
 #pragma once
 
-#include <math.h>
-
+#include "activation.hpp"
 #include "amx.hpp"
 #include "blocks.hpp"
 #include "low_rank.hpp"
+#include "norm.hpp"
 #include "team.hpp"
 #include "tensor.hpp"
 #include "tiles.hpp"
@@ -42,8 +42,6 @@ constexpr int64_t kMaxInt8Inputs = 1 << 17;  // 2^17 * 127 * 127 is below 2^31
 enum class WeightFormat : int32_t {
   kInt8, kInt8Block, kInt4Block, kFloat32, kQ4, kQ5, kQ8, kQ4K, kQ5K, kQ6K, kQ4Z32, kQ4Z64, kQ4Z128
 };
-enum class Norm : int32_t { kNone, kRms, kLayer };
-enum class Activation : int32_t { kNone, kSilu, kGelu, kGeluTanh, kRelu, kRelu2, kClampedSwiglu };  // the last: of experts only
 
 inline bool in_blocks(WeightFormat format) { return format >= WeightFormat::kQ4; }
 
@@ -252,54 +250,7 @@ inline bool check_rows(const LinearAttributes& a, const LinearInputs& in, Error&
 
 // ----------------------------------------------------------------------------------- rows: norm and quantization
 
-// The values of a row after its norm, computed at each access, which is cheaper than storing them.
-template <Norm norm>
-struct NormedRow {
-  const float* x;
-  const float* weight;
-  const float* bias;
-  float mean = 0.0f, inverse = 1.0f;
-
-  NormedRow(const float* x, const float* weight, const float* bias, int64_t n, float epsilon)
-      : x(x), weight(weight), bias(bias) {
-    if constexpr (norm == Norm::kNone) return;
-    if constexpr (norm == Norm::kLayer) {
-      f32x16 total{};
-      for (int64_t i = 0; i < n; i += kLanes) total += load_first(x + i, n - i);
-      mean = sum(total) / (float)n;
-    }
-    f32x16 squares{};
-    for (int64_t i = 0; i < n; i += kLanes) {
-      const f32x16 v = centred(i, n - i);
-      squares = fma(v, v, squares);
-    }
-    inverse = 1.0f / sqrtf(sum(squares) / (float)n + epsilon);
-  }
-
-  // Sixteen values from position i; zeros beyond `count`, where the row ends.
-  __attribute__((always_inline)) f32x16 get(int64_t i, int64_t count) const {
-    if constexpr (norm == Norm::kNone) return load_first(x + i, count);
-    const f32x16 scaled = centred(i, count) * inverse;
-    const f32x16 weighted = weight == nullptr ? scaled : scaled * load_first(weight + i, count);
-    return bias == nullptr ? weighted : weighted + load_first(bias + i, count);
-  }
-
-  __attribute__((always_inline)) f32x16 centred(int64_t i, int64_t count) const {
-    const f32x16 v = load_first(x + i, count);
-    if constexpr (norm != Norm::kLayer) return v;
-    return count < kLanes ? keep_first(v - mean, count) : v - mean;
-  }
-
-  // One value.
-  __attribute__((always_inline)) float at(int64_t i) const {
-    if constexpr (norm == Norm::kNone) return x[i];
-    const float scaled = (norm == Norm::kLayer ? x[i] - mean : x[i]) * inverse;
-    const float weighted = weight == nullptr ? scaled : scaled * weight[i];
-    return bias == nullptr ? weighted : weighted + bias[i];
-  }
-};
-
-// The same values in another order.
+// The values of a row in another order.
 template <Norm norm>
 struct OrderedRow {
   const NormedRow<norm>& row;
@@ -799,19 +750,6 @@ inline Ahead share_of(const uint8_t* next, int64_t tile, int64_t tiles, int64_t 
 }
 
 // ------------------------------------------------------------------------------------------- the operator
-
-GENSERVE_INLINE f32x16 activate(Activation activation, f32x16 v) {
-  switch (activation) {
-    case Activation::kNone:
-    case Activation::kClampedSwiglu: return v;
-    case Activation::kSilu: return silu(v);
-    case Activation::kGelu: return gelu(v);
-    case Activation::kGeluTanh: return gelu_tanh(v);
-    case Activation::kRelu: return relu(v);
-    case Activation::kRelu2: return relu(v) * relu(v);
-  }
-  return v;
-}
 
 class Linear {
  public:

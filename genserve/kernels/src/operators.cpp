@@ -1,5 +1,6 @@
 // operators.cpp: the library's interface: operators for ONNX Runtime, and plain C functions for Python and tests.
 
+#include "activation.hpp"
 #include "attention.hpp"
 #include "causal_conv.hpp"
 #include "cpu.hpp"
@@ -10,6 +11,7 @@
 #include "linear.hpp"
 #include "linear_attention.hpp"
 #include "logits.hpp"
+#include "norm.hpp"
 #include "sampling.hpp"
 #include "ort_api.hpp"
 
@@ -449,6 +451,86 @@ struct GroupedLinearKernel {
   }
 };
 
+// ------------------------------------------------------------------------------------------- genserve.Norm
+
+constexpr ort::Port kNormInputs[] = {
+    {Type::kFloat32, false},  // x [T, columns]
+    {Type::kFloat32, false},  // weight [columns]
+    {Type::kFloat32, true},   // bias [columns]
+    {Type::kFloat32, true},   // residual [T, columns]
+};
+constexpr size_t kNumNormInputs = sizeof kNormInputs / sizeof *kNormInputs;
+
+inline Tensor* begin(NormInputs& inputs) { return &inputs.x; }
+static_assert(sizeof(NormInputs) == kNumNormInputs * sizeof(Tensor));
+
+struct NormKernel {
+  static constexpr const char* kName = "genserve.Norm";
+  NormAttributes attributes;
+  NormInputs constants;
+  size_t num_inputs;
+  int num_threads;
+
+  bool create(const ort::KernelInfo* info, Error& error) {
+    num_threads = count_cores();
+    attributes.num_groups = ort::attribute(info, "num_groups", int64_t{1});
+    attributes.epsilon = ort::attribute(info, "epsilon", 1e-5f);
+    return ort::attribute(info, "norm", kNorms, attributes.norm, error) &&
+           ort::constant_inputs(info, begin(constants), kNumNormInputs, num_inputs, error);
+  }
+
+  bool compute(ort::KernelContext* context, Error& error) const {
+    NormInputs inputs = constants;
+    Tensor y;
+    if (!ort::inputs(context, begin(inputs), num_inputs, error) || !check_norm(attributes, inputs, error) ||
+        !ort::allocate_output(context, 0, inputs.x, y, error)) {
+      return false;
+    }
+    norm_rows(attributes, inputs, y.as<float>(), ort::threads_of(context, num_threads));
+    return true;
+  }
+};
+
+// ------------------------------------------------------------------------------------------- genserve.Activation
+
+constexpr ort::Port kActivationInputs[] = {
+    {Type::kFloat32, false},  // x [T, columns]
+    {Type::kFloat32, true},   // factor [T, columns]
+};
+constexpr size_t kNumActivationInputs = sizeof kActivationInputs / sizeof *kActivationInputs;
+constexpr const char* kAllActivations[] = {"",      "silu",           "gelu",    "gelu_tanh", "relu",
+                                           "relu2", "clamped_swiglu", "sigmoid", "xielu"};
+
+inline Tensor* begin(ActivationInputs& inputs) { return &inputs.x; }
+static_assert(sizeof(ActivationInputs) == kNumActivationInputs * sizeof(Tensor));
+
+struct ActivationKernel {
+  static constexpr const char* kName = "genserve.Activation";
+  ActivationAttributes attributes;
+  size_t num_inputs;
+  int num_threads;
+
+  bool create(const ort::KernelInfo* info, Error& error) {
+    num_threads = count_cores();
+    attributes.alpha_p = ort::attribute(info, "alpha_p", 0.0f);
+    attributes.alpha_n = ort::attribute(info, "alpha_n", 0.0f);
+    attributes.beta = ort::attribute(info, "beta", 0.0f);
+    return ort::attribute(info, "activation", kAllActivations, attributes.activation, error) &&
+           ort::ok(ort::Api::count_inputs(info, &num_inputs), error);
+  }
+
+  bool compute(ort::KernelContext* context, Error& error) const {
+    ActivationInputs inputs{};
+    Tensor y;
+    if (!ort::inputs(context, begin(inputs), num_inputs, error) || !check_activation(attributes, inputs, error) ||
+        !ort::allocate_output(context, 0, inputs.x, y, error)) {
+      return false;
+    }
+    activate_all(attributes, inputs, y.as<float>(), ort::threads_of(context, num_threads));
+    return true;
+  }
+};
+
 // ------------------------------------------------------------------------------------------- genserve.CausalConv
 
 // The last inputs of an operator with states; the state is bound to the same memory as the last output.
@@ -593,6 +675,10 @@ static const ExpertsOperator experts;
 static const ort::CustomOp grouped_linear = ort::make_operator<GroupedLinearKernel>(
     "GroupedLinear", kGroupedInputs, kNumGroupedInputs, kLinearOutputs, 1);
 
+static const ort::CustomOp norm = ort::make_operator<NormKernel>("Norm", kNormInputs, kNumNormInputs, kLinearOutputs, 1);
+static const ort::CustomOp activation = ort::make_operator<ActivationKernel>(
+    "Activation", kActivationInputs, kNumActivationInputs, kLinearOutputs, 1);
+
 static const ort::CustomOp causal_conv =
     ort::make_operator<CausalConvKernel>("CausalConv", kConvInputs, kNumConvInputs, kStateOutputs, 2);
 static const ort::CustomOp linear_attention = ort::make_operator<LinearAttentionKernel>(
@@ -613,6 +699,8 @@ GENSERVE_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, con
   if (ort::Status* failed = ort::Api::add_to_domain(domain, &embedding)) return failed;
   if (ort::Status* failed = ort::Api::add_to_domain(domain, &experts.op)) return failed;
   if (ort::Status* failed = ort::Api::add_to_domain(domain, &grouped_linear)) return failed;
+  if (ort::Status* failed = ort::Api::add_to_domain(domain, &norm)) return failed;
+  if (ort::Status* failed = ort::Api::add_to_domain(domain, &activation)) return failed;
   if (ort::Status* failed = ort::Api::add_to_domain(domain, &causal_conv)) return failed;
   if (ort::Status* failed = ort::Api::add_to_domain(domain, &linear_attention)) return failed;
   for (const PagedAttentionOperator& each : attention) {
@@ -693,6 +781,28 @@ GENSERVE_EXPORT int32_t genserve_grouped_linear(const GroupedLinearAttributes* a
   return linear.check_weights(*error) && linear.check_rows(*error) &&
          check(*y, "y", Type::kFloat32, *error, inputs->x.shape[0], linear.outputs()) &&
          linear.compute(y->as<float>(), *threads, *error);
+}
+
+// Norm on the caller's tensors, in the same way.
+GENSERVE_EXPORT int32_t genserve_norm(const NormAttributes* attributes, const NormInputs* inputs, const Tensor* y,
+                                      const Threads* threads, Error* error) {
+  if (!check_norm(*attributes, *inputs, *error) ||
+      !check(*y, "y", Type::kFloat32, *error, inputs->x.shape[0], inputs->x.shape[1])) {
+    return false;
+  }
+  norm_rows(*attributes, *inputs, y->as<float>(), *threads);
+  return true;
+}
+
+// Activation on the caller's tensors, in the same way.
+GENSERVE_EXPORT int32_t genserve_activation(const ActivationAttributes* attributes, const ActivationInputs* inputs,
+                                            const Tensor* y, const Threads* threads, Error* error) {
+  if (!check_activation(*attributes, *inputs, *error) ||
+      !check(*y, "y", Type::kFloat32, *error, inputs->x.shape[0], inputs->x.shape[1])) {
+    return false;
+  }
+  activate_all(*attributes, *inputs, y->as<float>(), *threads);
+  return true;
 }
 
 // CausalConv on the caller's tensors, in the same way; the states are written in place.

@@ -197,6 +197,22 @@ struct Threads {
   }
 };
 
+// Calls body(first, end) for parts of `rows` rows of `columns` floats, on all threads. A part takes about as long as waking
+// a thread.
+template <class Body>
+void take_parts(int64_t rows, int64_t columns, const Threads& threads, const Body& body) {
+  constexpr int64_t kFloats = 16384;
+  const int64_t size = columns < kFloats ? kFloats / columns : 1, parts = (rows + size - 1) / size;
+  Phase phase[1]{};
+  auto work = [&](size_t) {
+    Team(phase).take(0, parts, [&](int64_t part) {
+      const int64_t first = part * size;
+      body(first, first + size < rows ? first + size : rows);
+    });
+  };
+  threads.run(parts, work);
+}
+
 // Memory for intermediate results, borrowed from a pool of the process until the end of the scope. Concurrent sessions
 // get separate memory; the consecutive nodes of a session get the same memory, which is warm in cache. The block that was
 // returned last is borrowed first. Parts of a node that return their blocks in the reverse order thus get the same ones in

@@ -1,0 +1,149 @@
+"""Norm and Activation: the operators of rows, compared with numpy, with bits that depend on a row alone."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional
+
+from tests.kernels.c_types import Error, Tensor, Threads, instruction_sets, library
+
+Array = NDArray[np.float32]
+NORMS = ["", "rms", "layer"]
+ACTIVATIONS = ["", "silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu", "sigmoid", "xielu"]
+XIELU = (0.8, 1.3, 0.5)     # alpha_p, alpha_n, beta
+
+
+class NormAttributes(ctypes.Structure):
+    _fields_ = (("num_groups", ctypes.c_int64), ("norm", ctypes.c_int32), ("epsilon", ctypes.c_float))
+
+
+class ActivationAttributes(ctypes.Structure):
+    _fields_ = (
+        ("activation", ctypes.c_int32),
+        *((name, ctypes.c_float) for name in ("alpha_p", "alpha_n", "beta")),
+    )
+
+
+def call(
+    name: str, attributes: ctypes.Structure, inputs: Sequence[Any], *, isa: str = "", threads: int = 1
+) -> Array:
+    """Call an operator, whose output has the shape of its first input.
+
+    Raises:
+        ValueError: the operator refused; has its message.
+    """
+    y, error = np.full_like(inputs[0], np.nan), Error()
+    good = getattr(library(isa), f"genserve_{name}")(
+        ctypes.byref(attributes),
+        (Tensor * len(inputs))(*map(Tensor.of, inputs)),
+        ctypes.byref(Tensor.of(y)),
+        ctypes.byref(Threads.of(threads)),
+        ctypes.byref(error),
+    )
+    if not good:
+        raise ValueError(error.message.decode())
+    return y
+
+
+def norm(kind: str, inputs: Sequence[Any], *, num_groups: int = 1, **options: Any) -> Array:
+    return call("norm", NormAttributes(num_groups, NORMS.index(kind), 1e-5), inputs, **options)
+
+
+def activation(name: str, inputs: Sequence[Any], **options: Any) -> Array:
+    return call("activation", ActivationAttributes(ACTIVATIONS.index(name), *XIELU), inputs, **options)
+
+
+def random(*shape: int, seed: int = 0) -> Array:
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+def norm_inputs(rows: int, columns: int) -> list[Any]:
+    """x, weight, bias and residual."""
+    return [
+        3 * random(rows, columns) + 1,
+        random(columns, seed=1),
+        random(columns, seed=2),
+        random(rows, columns, seed=3),
+    ]
+
+
+@pytest.mark.parametrize("kind", NORMS[1:])
+@pytest.mark.parametrize(("num_groups", "size"), [(1, 2304), (1, 5), (4, 80), (3, 1), (7, 33)])
+def test_a_norm_equals_numpy(kind: str, num_groups: int, size: int) -> None:
+    inputs = norm_inputs(9, num_groups * size)
+    x, weight, bias, residual = (array.astype(np.float64) for array in inputs)
+    groups = x.reshape(len(x), num_groups, size)
+    if kind == "layer":
+        groups = groups - groups.mean(-1, keepdims=True)
+    normed = (groups / np.sqrt((groups**2).mean(-1, keepdims=True) + 1e-5)).reshape(x.shape)
+    found = norm(kind, inputs, num_groups=num_groups)
+    np.testing.assert_allclose(found, normed * weight + bias + residual, atol=5e-6)
+    plain = norm(kind, [*inputs[:2], None, None], num_groups=num_groups)
+    np.testing.assert_allclose(plain, normed * weight, atol=5e-6)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "xielu", "gelu_tanh", "relu2", ""])
+def test_an_activation_equals_torch(name: str) -> None:
+    x, factor = 4 * random(7, 90), random(7, 90, seed=1)
+    above, below, slope = XIELU
+    functions = {
+        "": lambda x: x,
+        "sigmoid": torch.sigmoid,
+        "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+        "relu2": lambda x: torch.relu(x) ** 2,
+        "xielu": lambda x: (
+            torch.where(x > 0, above * x**2, below * (torch.expm1(torch.minimum(x, x * 0)) - x)) + slope * x
+        ),
+    }
+    expected = functions[name](torch.tensor(x, dtype=torch.float64)).numpy()
+    np.testing.assert_allclose(activation(name, [x, None]), expected, rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(activation(name, [x, factor]), expected * factor, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("isa", instruction_sets())
+@pytest.mark.parametrize("rows", [1, 70])
+def test_bits_depend_neither_on_instruction_set_nor_rows_nor_threads(isa: str, rows: int) -> None:
+    """70 rows are several parts for the threads."""
+    for kind in NORMS[1:]:
+        inputs = norm_inputs(rows, 6 * 170)
+        expected = norm(kind, inputs, num_groups=6, isa="portable")
+        for threads in (1, 3):
+            found = norm(kind, inputs, num_groups=6, isa=isa, threads=threads)
+            assert found.tobytes() == expected.tobytes()
+        x, weight, bias, residual = inputs
+        last = norm(kind, [x[-1:], weight, bias, residual[-1:]], num_groups=6, isa=isa)
+        assert last.tobytes() == expected[-1:].tobytes()
+    x = 4 * random(rows, 1021)
+    for name in ACTIVATIONS:
+        if name != "clamped_swiglu":
+            expected = activation(name, [x, None], isa="portable")
+            assert activation(name, [x, None], isa=isa, threads=3).tobytes() == expected.tobytes(), name
+            assert activation(name, [x[-1:], None], isa=isa).tobytes() == expected[-1:].tobytes(), name
+
+
+def test_a_call_without_rows_is_valid() -> None:
+    assert norm("rms", norm_inputs(0, 8)).shape == (0, 8)
+    assert activation("silu", [random(0, 8), None]).shape == (0, 8)
+
+
+def test_wrong_inputs_are_refused() -> None:
+    x, weight, bias, residual = norm_inputs(2, 12)
+    with pytest.raises(ValueError, match="norm is missing"):
+        norm("", [x, weight, bias, residual])
+    with pytest.raises(ValueError, match="12 columns make no 5 groups"):
+        norm("rms", [x, weight, bias, residual], num_groups=5)
+    with pytest.raises(ValueError, match=r"weight has shape \[11\], not \[12\]"):
+        norm("rms", [x, weight[:-1].copy(), bias, residual])
+    with pytest.raises(ValueError, match="residual has shape"):
+        norm("rms", [x, weight, bias, residual[:1].copy()])
+    with pytest.raises(ValueError, match="factor has shape"):
+        activation("silu", [x, residual[:1].copy()])
+    with pytest.raises(ValueError, match="clamped_swiglu"):
+        activation("clamped_swiglu", [x, None])
