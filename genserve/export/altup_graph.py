@@ -60,8 +60,16 @@ class AltUpWriter:
         predict = self.linear(routed, part, "predict", output="predict", kind="exact")
         square = self._constant(f"{part}.square", 0, count, count)
         factors = node("Reshape", [self.layers.linear(predict), square], f"{part}.factors")
-        change = node("MatMul", [factors, streams], f"{part}.change")
-        predicted = node("Add", [change, streams], f"{part}.predicted")
+        columns = [f"{part}.factors.{stream}" for stream in range(count)]
+        node("Split", [factors], *columns, axis=2, num_outputs=count)
+        parts = [f"{part}.streams.{stream}" for stream in range(count)]
+        node("Split", [streams], *parts, axis=1, num_outputs=count)
+        # MatMul would do, but its bits depend on the processor.
+        changes = [
+            node("Mul", [factor, stream], f"{stream}.change")
+            for factor, stream in zip(columns, parts, strict=True)
+        ]
+        predicted = node("Sum", [*changes, streams], f"{part}.predicted")
         return predicted, node("Gather", [predicted, first], f"{part}.active", axis=1)
 
     def corrected(self, predicted: str, active: str, activated: str, index: int) -> tuple[str, str]:

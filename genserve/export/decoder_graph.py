@@ -244,13 +244,10 @@ class _GraphWriter:
         own = self.layers.embedding(ids, weight, "per_layer.embeddings", name="per_layer.embedding")
         own = node("Mul", [own, self._number("per_layer.scale", described.embedding_scale)], "per_layer.own")
         linear = self._linear(x, "per_layer", "projection", output="projection", kind="inner")
-        shape = constant("per_layer.shape", np.array([0, -1, described.size]))
-        projected = node("Reshape", [self.layers.linear(linear), shape], "per_layer.projected")
-        norm = replace(self.norm("per_layer.norm"), epsilon=described.norm_epsilon)
-        flat = constant("per_layer.flat", np.array([0, -1]))
-        normed = node("Reshape", [self.layers.norm(projected, norm), flat], "per_layer.normed")
         names = [f"per_layer.{index}" for index in range(len(self.decoder.layers))]
-        total = node("Add", [own, normed], "per_layer.all")
+        norm = self.norm("per_layer.norm", num_groups=len(names))
+        norm = replace(norm, epsilon=described.norm_epsilon)
+        total = self.layers.norm(self.layers.linear(linear), norm, residual=own)
         self._split(total, names, [described.size] * len(names))
 
     def hidden_states(self) -> str:
@@ -334,8 +331,7 @@ class _GraphWriter:
         heads = self.graph.node("PagedAttention", inputs, output, *present, **attributes)
         if not gate:
             return heads
-        shares = self.graph.node("Sigmoid", [gate], f"{gate}.shares")
-        return self.graph.node("Mul", [heads, shares], f"{part}.gated")
+        return self.layers.activated(gate, "sigmoid", factor=heads)
 
     def after_token_mixers(self, parts: Mapping[str, str], residual: str, index: int) -> str:
         """The rest of a layer, up to the new residual."""
@@ -387,15 +383,14 @@ class _GraphWriter:
         """The residual after what follows the MLP in some families."""
         scale = f"layers.{index}.scale"
         if self.decoder.per_layer is not None:
-            added = self._from_per_layer(x, index)
-            x = self.graph.node("Add", [added, x], f"layers.{index}.per_layer.residual")
+            x = self._from_per_layer(x, index, residual=x)
         if scale in self.weights.roles:
             factor = self.layers.vector(scale, self.weights.load(scale))
             x = self.graph.node("Mul", [x, factor], f"layers.{index}.scaled")
         return x
 
-    def _from_per_layer(self, x: str, index: int) -> str:
-        """What the numbers of a layer add to the residual, gated by rows x."""
+    def _from_per_layer(self, x: str, index: int, *, residual: str = "") -> str:
+        """The residual, if any, plus what the numbers of a layer add to it, gated by rows x."""
         part, own = f"layers.{index}.per_layer", f"per_layer.{index}"
         if self.selecting_layer is not None and index >= self.selecting_layer:
             own = self.selected(own)
@@ -403,7 +398,7 @@ class _GraphWriter:
         gate = self.layers.linear(replace(linear, activation=self.decoder.layers[index].activation))
         gated = self.graph.node("Mul", [gate, own], f"{part}.gated")
         outputs = self.layers.linear(self._linear(gated, part, "output", output="output", kind="inner"))
-        return self.layers.norm(outputs, self.norm(f"{part}.post_norm"))
+        return self.layers.norm(outputs, self.norm(f"{part}.post_norm"), residual=residual)
 
     def _with_laurel(self, x: str, mixed: str, part: str) -> str:
         """The residual after attention plus a low-rank layer of its normed input x, at half the power."""
@@ -413,8 +408,8 @@ class _GraphWriter:
         right = self._linear(
             self.layers.linear(left), part, "laurel_right", output="laurel_right", kind="inner"
         )
-        own = self.layers.norm(self.layers.linear(right), self.norm(f"{part}.laurel_norm"))
-        own = node("Add", [own, normed], f"{part}.laurel")
+        own = self.layers.linear(right)
+        own = self.layers.norm(own, self.norm(f"{part}.laurel_norm"), residual=normed)
         total = node("Add", [mixed, own], f"{part}.with_laurel")
         return node("Mul", [total, self._number(f"{part}.laurel_share", 0.5**0.5)], f"{part}.halved")
 
@@ -432,10 +427,9 @@ class _GraphWriter:
         deviation = node("Sqrt", [self.layers.means(squares, f"{part}.variance", size)], f"{part}.deviation")
         least = node("Mul", [deviation, self._number(f"{part}.cutoff", cutoff)], f"{part}.least")
         kept = node("Relu", [node("Sub", [centred, least], f"{part}.above")], f"{part}.kept")
-        described = Linear(x="", weight=Rows.of(np.empty((0, 0), np.float32)), output="", kind="inner")
         activation = self.decoder.layers[index].activation
-        activated = self.layers.activated(kept, replace(described, activation=activation))
-        return node("Mul", [activated, up], f"{part}.inner_rows")
+        assert activation
+        return self.layers.activated(kept, activation, factor=up)
 
     def _short_conv(self, x: str, index: int, mixer: ShortConv) -> str:
         """Gates around a convolution: [num_tokens, hidden]."""
@@ -559,14 +553,15 @@ class _GraphWriter:
         self.layers.head(head, tied=self.decoder.tied and self.is_first)
         self.graph.output("logits", np.float32, ("num_logits", self.decoder.vocab_size))
 
-    def norm(self, name: str) -> Norm:
-        """The description of a norm."""
+    def norm(self, name: str, *, num_groups: int = 1) -> Norm:
+        """The description of a norm, of all columns or of groups of them."""
         return Norm(
             name=name,
             kind=self.decoder.norm,
             epsilon=self.decoder.norm_epsilon,
             weight=self.weights.load(f"{name}.weight"),
             bias=self.weights.optional(f"{name}.bias"),
+            num_groups=num_groups,
             smoothing=self.weights.smoothing(name),
         )
 
@@ -744,7 +739,10 @@ class _GraphWriter:
             if _rotates_first(attention):
                 parts[position] = self._rotated(parts[position], index, num_heads=heads[name])
             if attention.head_norm is not None and not _is_kernel_norm(attention):
-                parts[position] = self._normed_heads(parts[position], f"{part}.{name}_norm", attention)
+                num_groups = 1 if attention.head_norm.joint else heads[name]
+                norm = self.norm(f"{part}.{name}_norm", num_groups=num_groups)
+                norm = replace(norm, kind=attention.head_norm.kind)
+                parts[position] = self.layers.norm(parts[position], norm)
         if attention.query_scale is not None:
             table = self.query_scales[attention.query_scale]
             positions = self._of_rows("position_ids", index)
@@ -790,27 +788,6 @@ class _GraphWriter:
             return rows
         return self.graph.node("Cast", [rows], f"{x}.{table}.cast", to=TensorProto.FLOAT16)
 
-    def _normed_heads(self, x: str, role: str, attention: Attention) -> str:
-        """Queries or keys [num_tokens, heads * head_dim] after their norm."""
-        norm, weight = attention.head_norm, self.weights.load(f"{role}.weight")
-        assert norm is not None
-        described = Norm(
-            name=role,
-            kind=norm.kind,
-            epsilon=self.decoder.norm_epsilon,
-            # A norm has one weight for all heads; weights of each head are multiplied afterwards.
-            weight=weight if weight.ndim == 1 else np.ones(attention.head_dim, np.float32),
-            bias=self.weights.optional(f"{role}.bias"),
-        )
-        if norm.joint:
-            return self.layers.norm(x, described)
-        node, constant = self.graph.node, self.graph.constant
-        shape = constant(f"{role}.shape", np.array([0, -1, attention.head_dim]))
-        x = self.layers.norm(node("Reshape", [x, shape], f"{role}.heads"), described)
-        if weight.ndim == 2:
-            x = node("Mul", [x, self.layers.vector(f"{role}.weights", weight)], f"{role}.weighted")
-        return node("Reshape", [x, constant(f"{role}.flat", np.array([0, -1]))], f"{role}.rows")
-
     def _number(self, name: str, value: float) -> str:
         return self.layers.vector(name, np.array(value, np.float32))
 
@@ -850,13 +827,9 @@ class _GraphWriter:
         inner = self.layers.linear(self._inner_mlp(x, index))
         own = self.layers.linear(self._linear(inner, part, "down", output="down", kind="inner"))
         chosen = self._experts(x, "", index)
-        parts = [
-            self.layers.norm(own, self.norm(f"{part}.own_post_norm")),
-            self.layers.norm(chosen, self.norm(f"{part}.experts_post_norm")),
-        ]
-        both = self.graph.node("Add", parts, f"{part}.both")
-        normed = self.layers.norm(both, self.norm(f"{part}.post_norm"))
-        return self.graph.node("Add", [normed, residual], f"{part}.residual")
+        own = self.layers.norm(own, self.norm(f"{part}.own_post_norm"))
+        both = self.layers.norm(chosen, self.norm(f"{part}.experts_post_norm"), residual=own)
+        return self.layers.norm(both, self.norm(f"{part}.post_norm"), residual=residual)
 
     def _experts(self, x: str, residual: str, index: int) -> str:
         """The residual, if any, plus the outputs of experts."""
@@ -922,8 +895,7 @@ class _GraphWriter:
         x = self.layers.linear(linear)
         if not has_norm:
             return x
-        normed = self.layers.norm(x, self.norm(f"{part}.post_norm"))
-        return self.graph.node("Add", [normed, residual], f"{part}.residual")
+        return self.layers.norm(x, self.norm(f"{part}.post_norm"), residual=residual)
 
     def _linear(
         self, x: str, part: str, *roles: str, output: str, kind: LinearKind, **options: Any

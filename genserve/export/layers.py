@@ -32,8 +32,11 @@ _QUANTIZED = ("embedding", "embedding.scales")    # the names of an embedding th
 # The inputs of a graph that describe its sequences, in the order in which the operators have them.
 SEQUENCE_INPUTS = ("cumulative_sequence_length", "past_seqlens", "block_table")
 
-# The activations of genserve's operators; others are operators of ONNX behind them.
+# The activations that genserve's operators compute at their end; others are an operator behind them.
 KERNEL_ACTIVATIONS: tuple[Activation | None, ...] = (None, "silu", "gelu", "gelu_tanh", "relu", "relu2")
+
+# What `Layers.activated` computes: the activations of an MLP, and that of attention's gates.
+Elementwise = Activation | Literal["sigmoid"]
 
 # The attributes of DecoderLayer for the formats of qkv, output, inner and down.
 _FORMAT_ATTRIBUTES = (
@@ -43,13 +46,14 @@ _FORMAT_ATTRIBUTES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm:
-    """A norm of rows [hidden]."""
+    """A norm of rows [columns], or of each of several groups of their columns."""
 
     name: str
     kind: Literal["rms", "layer"]
     epsilon: float
-    weight: FloatArray
-    bias: FloatArray | None
+    weight: FloatArray                      # [columns / num_groups] or [num_groups, columns / num_groups]
+    bias: FloatArray | None                 # [columns / num_groups]
+    num_groups: int = 1                     # of columns, each normed by itself, such as heads
     smoothing: FloatArray | None = None     # the factors by which its outputs were divided
 
 
@@ -115,13 +119,9 @@ class Layers(ABC):
         """Add the weight of a norm, a bias or a table, in the type of the activations."""
         return self.graph.weight(name, value.astype(self.scheme.activations))
 
-    def norm(self, x: str, norm: Norm) -> str:
-        """Add a norm as an operator of ONNX; its value is named like the norm."""
-        op = "SimplifiedLayerNormalization" if norm.kind == "rms" else "LayerNormalization"
-        inputs = [x, self.vector(f"{norm.name}.weight", norm.weight)]
-        if norm.bias is not None:
-            inputs.append(self.vector(f"{norm.name}.bias", norm.bias))
-        return self.graph.node(op, inputs, norm.name, epsilon=norm.epsilon)
+    @abstractmethod
+    def norm(self, x: str, norm: Norm, *, residual: str = "") -> str:
+        """Add a norm of rows, plus a residual; its value is named like the norm without a residual."""
 
     def rows(self, name: str, weight: Rows[np.float32]) -> str:
         """Add a matrix, in the type of the activations."""
@@ -135,44 +135,16 @@ class Layers(ABC):
         assert not isinstance(weight, StoredWeight)
         return self.graph.node("Gather", [self.rows(name, weight), ids], output)
 
-    def activated(self, x: str, layer: Linear) -> str:
-        """Add an activation as operators of ONNX, after a product x that has none."""
-        node = self.graph.node
-        match layer.activation:
-            case "silu":
-                return node("Mul", [x, node("Sigmoid", [x], f"{x}.sigmoid")], f"{x}.silu")
-            case "gelu":
-                return node("Gelu", [x], f"{x}.gelu")
-            case "gelu_tanh":
-                return node("Gelu", [x], f"{x}.gelu", approximate="tanh")
-            case "relu":
-                return node("Relu", [x], f"{x}.relu")
-            case "relu2":
-                positive = node("Relu", [x], f"{x}.relu")
-                return node("Mul", [positive, positive], f"{x}.relu2")
-            case "xielu":
-                return self._xielu(x, layer)
-        return x
-
-    def _xielu(self, x: str, layer: Linear) -> str:
-        """alpha_p * x^2 + beta * x above 0, and alpha_n * (exp(x) - 1 - x) + beta * x below.
-
-        Source: Huang and Schlag, "Deriving Activation Functions Using Integration" (2024).
-        """
-        assert layer.xielu is not None
-        node = self.graph.node
-        values = zip(("alpha_p", "alpha_n", "beta", "one"), (*layer.xielu, 1), strict=True)
-        above, below, slope, one = (
-            self.vector(f"{x}.{name}", np.array(value, np.float32)) for name, value in values
-        )
-        positive = node("Relu", [x], f"{x}.positive")
-        negative = node("Sub", [x, positive], f"{x}.negative")
-        square = node("Mul", [node("Mul", [positive, positive], f"{x}.square"), above], f"{x}.above")
-        # Elu would do, but its bits depend on where a number is in the batch.
-        power = node("Sub", [node("Exp", [negative], f"{x}.exp"), one], f"{x}.expm1")
-        curve = node("Mul", [node("Sub", [power, negative], f"{x}.curve"), below], f"{x}.below")
-        line = node("Mul", [x, slope], f"{x}.line")
-        return node("Add", [node("Add", [square, curve], f"{x}.bent"), line], f"{x}.xielu")
+    @abstractmethod
+    def activated(
+        self,
+        x: str,
+        activation: Elementwise,
+        *,
+        factor: str = "",
+        xielu: FloatArray | None = None,
+    ) -> str:
+        """Add an activation of a value, times another value of its shape; `xielu`: as in `Linear`."""
 
     @abstractmethod
     def linear(self, layer: Linear) -> str:
@@ -207,6 +179,77 @@ class Layers(ABC):
 class StandardLayers(Layers):
     """Layers with weights in the type of the activations; a tied head is stored once."""
 
+    def norm(self, x: str, norm: Norm, *, residual: str = "") -> str:
+        """See `Layers.norm`."""
+        node, name, groups = self.graph.node, norm.name, norm.num_groups
+        if groups > 1:
+            shape = self.graph.constant(f"{name}.shape", np.array([0, groups, -1]))
+            x = node("Reshape", [x, shape], f"{name}.groups")
+        op = "SimplifiedLayerNormalization" if norm.kind == "rms" else "LayerNormalization"
+        # ONNX has one weight for all groups; weights of each group are multiplied afterwards.
+        weight = norm.weight if norm.weight.ndim == 1 else np.ones(norm.weight.shape[1], np.float32)
+        inputs = [x, self.vector(f"{name}.weight", weight)]
+        if norm.bias is not None:
+            inputs.append(self.vector(f"{name}.bias", norm.bias))
+        x = node(op, inputs, name, epsilon=norm.epsilon)
+        if norm.weight.ndim == 2:
+            x = node("Mul", [x, self.vector(f"{name}.weights", norm.weight)], f"{name}.weighted")
+        if groups > 1:
+            flat = self.graph.constant(f"{name}.flat", np.array([0, -1]))
+            x = node("Reshape", [x, flat], f"{name}.rows")
+        return node("Add", [x, residual], f"{name}.sum") if residual else x
+
+    def activated(
+        self,
+        x: str,
+        activation: Elementwise,
+        *,
+        factor: str = "",
+        xielu: FloatArray | None = None,
+    ) -> str:
+        """See `Layers.activated`."""
+        y = self._activated(x, activation, xielu)
+        return self.graph.node("Mul", [y, factor], f"{x}.gated") if factor else y
+
+    def _activated(self, x: str, activation: Elementwise, xielu: FloatArray | None) -> str:
+        node = self.graph.node
+        match activation:
+            case "silu":
+                return node("Mul", [x, self._activated(x, "sigmoid", None)], f"{x}.silu")
+            case "sigmoid":
+                return node("Sigmoid", [x], f"{x}.sigmoid")
+            case "gelu":
+                return node("Gelu", [x], f"{x}.gelu")
+            case "gelu_tanh":
+                return node("Gelu", [x], f"{x}.gelu", approximate="tanh")
+            case "relu":
+                return node("Relu", [x], f"{x}.relu")
+            case "relu2":
+                positive = node("Relu", [x], f"{x}.relu")
+                return node("Mul", [positive, positive], f"{x}.relu2")
+        assert activation == "xielu"
+        assert xielu is not None
+        return self._xielu(x, xielu)
+
+    def _xielu(self, x: str, parameters: FloatArray) -> str:
+        """alpha_p * x^2 + beta * x above 0, and alpha_n * (exp(x) - 1 - x) + beta * x below.
+
+        Source: Huang and Schlag, "Deriving Activation Functions Using Integration" (2024).
+        """
+        node = self.graph.node
+        values = zip(("alpha_p", "alpha_n", "beta", "one"), (*parameters, 1), strict=True)
+        above, below, slope, one = (
+            self.vector(f"{x}.{name}", np.array(value, np.float32)) for name, value in values
+        )
+        positive = node("Relu", [x], f"{x}.positive")
+        negative = node("Sub", [x, positive], f"{x}.negative")
+        square = node("Mul", [node("Mul", [positive, positive], f"{x}.square"), above], f"{x}.above")
+        # Elu would do, but its bits depend on where a number is in the batch.
+        power = node("Sub", [node("Exp", [negative], f"{x}.exp"), one], f"{x}.expm1")
+        curve = node("Mul", [node("Sub", [power, negative], f"{x}.curve"), below], f"{x}.below")
+        line = node("Mul", [x, slope], f"{x}.line")
+        return node("Add", [node("Add", [square, curve], f"{x}.bent"), line], f"{x}.xielu")
+
     def linear(self, layer: Linear) -> str:
         """See `Layers.linear`."""
         x, output = layer.x, layer.output
@@ -221,9 +264,9 @@ class StandardLayers(Layers):
             assert layer.activation
             gate, up = f"{output}.gate", f"{output}.up"
             self.graph.node("Split", [x], gate, up, axis=-1, num_outputs=2)
-            x = self.graph.node("Mul", [self.activated(gate, layer), up], f"{output}.gated")
-        else:
-            x = self.activated(x, layer)
+            x = self.activated(gate, layer.activation, factor=up)
+        elif layer.activation:
+            x = self.activated(x, layer.activation, xielu=layer.xielu)
         if layer.residual:
             x = self.graph.node("Add", [x, layer.residual], f"{output}.sum")
         return x
@@ -262,6 +305,37 @@ class FusedLayers(Layers):
     """
 
     has_decoder_layers: ClassVar[bool] = True
+
+    def norm(self, x: str, norm: Norm, *, residual: str = "") -> str:
+        """See `Layers.norm`."""
+        return self.graph.node(
+            "Norm",
+            [x, *self._norm_weights(norm), residual],
+            self.graph.value(f"{norm.name}.sum" if residual else norm.name, np.float32),
+            norm=norm.kind,
+            epsilon=norm.epsilon,
+            num_groups=norm.num_groups,
+        )
+
+    def activated(
+        self,
+        x: str,
+        activation: Elementwise,
+        *,
+        factor: str = "",
+        xielu: FloatArray | None = None,
+    ) -> str:
+        """See `Layers.activated`."""
+        parameters: dict[str, float] = {}
+        if xielu is not None:
+            parameters = dict(zip(("alpha_p", "alpha_n", "beta"), xielu.tolist(), strict=True))
+        return self.graph.node(
+            "Activation",
+            [x, factor],
+            self.graph.value(f"{x}.gated" if factor else f"{x}.{activation}", np.float32),
+            activation=activation,
+            **parameters,
+        )
 
     def embedding(
         self, ids: str, weight: Rows[np.float32] | StoredWeight, output: str, *, name: str = "embedding"
@@ -311,7 +385,9 @@ class FusedLayers(Layers):
             **({"norm": norm.kind, "epsilon": norm.epsilon} if norm else {}),
             **self._smoothing(layer, "smoothing"),
         )
-        return layer.output if is_known else self.activated(layer.output, layer)
+        if layer.activation is None or is_known:
+            return layer.output
+        return self.activated(layer.output, layer.activation, xielu=layer.xielu)
 
     def decoder_layer(self, layer: DecoderLayer) -> str:
         """See `Layers.decoder_layer`."""
@@ -440,8 +516,13 @@ class FusedLayers(Layers):
     def _norm_weights(self, norm: Norm | None) -> list[str]:
         if norm is None:
             return ["", ""]
-        weight = self.vector(f"{norm.name}.weight", norm.weight)
-        return [weight, "" if norm.bias is None else self.vector(f"{norm.name}.bias", norm.bias)]
+
+        def vector(name: str, value: FloatArray) -> str:
+            """The vector of all columns."""
+            of_groups = np.broadcast_to(value, (norm.num_groups, value.shape[-1]))
+            return self.vector(f"{norm.name}.{name}", of_groups.ravel())
+
+        return [vector("weight", norm.weight), "" if norm.bias is None else vector("bias", norm.bias)]
 
     def _smoothing(self, layer: Linear, name: str) -> dict[str, list[float]]:
         """The attribute with the factors that the layer's inputs are to be multiplied by for an adapter.

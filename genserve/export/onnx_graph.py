@@ -26,6 +26,7 @@ _ALIGNMENT = 4096  # bytes, so that weights can be mapped into memory
 _OPSETS = {"": 21, "com.microsoft": 1, "genserve": 1}
 _IR_VERSION = 10
 _DOMAINS = {
+    "Activation": "genserve",
     "CausalConv": "genserve",
     "DecoderLayer": "genserve",
     "Embedding": "genserve",
@@ -33,11 +34,13 @@ _DOMAINS = {
     "GroupedLinear": "genserve",
     "Linear": "genserve",
     "LinearAttention": "genserve",
+    "Norm": "genserve",
     "PagedAttention": "genserve",
 }
 # The version of genserve's operator set: 2 has DecoderLayer, 3 Embedding and weights in blocks, 4 Experts,
-# 5 Embedding of weights in int8_block, 6 CausalConv and LinearAttention, 7 shared caches and chunks.
-_OPERATORS = 7
+# 5 Embedding of weights in int8_block, 6 CausalConv and LinearAttention, 7 shared caches and chunks,
+# 8 Norm and Activation.
+_OPERATORS = 8
 
 
 class OnnxGraphBuilder:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
@@ -24,6 +25,7 @@ from genserve.export import ExportReport, Precision, SilentProgress, export_mode
 from genserve.export.decoder import Decoder
 from genserve.export.export_options import ExportFormat
 from genserve.export.families import FAMILIES, family_of
+from genserve.export.onnx_graph import OnnxGraphBuilder
 from genserve.export.parity import forward_rows
 from tests.export.graphs import WrittenGraph, conversion_of, write_conversion, write_graph
 from tests.export.rows import BlockPool, Row
@@ -33,6 +35,13 @@ from tests.support.tiny_llama import tiny_llama_checkpoint
 from tests.support.transformers_reference import greedy_ids, reference_logits, reference_model
 
 MAX_DIFFERENCE = 1e-4
+# Operators of ONNX whose numbers are rounded once, as IEEE 754 says, or copied, or integers. Others, such as
+# MatMul, Exp or a norm, have other bits on other processors.
+EXACT_OPERATORS = {
+    *("Add", "Sub", "Mul", "Div", "Sqrt", "Sum", "Max", "Relu", "Clip"),
+    *("Concat", "Gather", "Identity", "Reshape", "Split", "Squeeze", "Unsqueeze"),
+    *("Cast", "GreaterOrEqual", "Less", "Range", "ReduceSum", "Size", "Where"),
+}
 HYBRIDS = [
     name
     for name, config in TINY_MODELS.items()
@@ -80,6 +89,36 @@ def test_a_prompt_in_chunks_equals_the_reference_after_every_token(
     ids = random_ids(100, seed=1)
     logits = chunked_logits(graph, ids)
     assert np.abs(logits - reference_logits(reference, ids)).max() < MAX_DIFFERENCE
+
+
+def test_the_bits_of_a_graph_do_not_depend_on_the_processor(
+    graph: WrittenGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of ONNX Runtime, it has exact operators only; ours have equal bits on all instruction sets."""
+    if graph.export_format is ExportFormat.TORCHSCRIPT:
+        pytest.skip("kernels of torch have other bits on other processors")
+    nodes = onnx.load(graph.folder / "model.onnx", load_external_data=False).graph.node
+    assert {node.op_type for node in nodes if node.domain != "genserve"} <= EXACT_OPERATORS
+    ids = random_ids(50, seed=3)
+    found = chunked_logits(graph, ids, lengths=(49, 1))
+    monkeypatch.setenv("GENSERVE_KERNELS", "portable")
+    assert chunked_logits(graph, ids, lengths=(17, 33)).tobytes() == found.tobytes()
+
+
+def test_the_numbers_of_exact_operators_are_those_of_numpy(tmp_path: Path) -> None:
+    """Some libraries approximate quotients and square roots."""
+    x, y = np.random.default_rng(0).uniform(0.1, 10, (2, 300, 1001)).astype(np.float32)
+    expected = {"Add": x + y, "Sub": x - y, "Mul": x * y, "Div": x / y, "Sqrt": np.sqrt(x), "Sum": x + y + y}
+    with OnnxGraphBuilder(tmp_path) as graph:
+        graph.input("x", np.float32, ("rows", 1001))
+        graph.input("y", np.float32, ("rows", 1001))
+        for op in expected:
+            graph.node(op, {"Sqrt": ["x"], "Sum": ["x", "y", "y"]}.get(op, ["x", "y"]), op)
+            graph.output(op, np.float32, ("rows", 1001))
+        graph.save(metadata={})
+    session = ort.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    for op, found in zip(expected, session.run(list(expected), {"x": x, "y": y}), strict=True):
+        assert found.tobytes() == expected[op].tobytes(), op
 
 
 def test_prompts_chunks_and_decodes_in_one_forward_equal_each_sequence_alone(
@@ -415,7 +454,7 @@ def test_the_graph_has_metadata(tiny_checkpoint: Path, tmp_path: Path) -> None:
     model = onnx.load(folder / "model.onnx", load_external_data=False)
     assert {entry.key: entry.value for entry in model.metadata_props} == {
         "genserve.family": "llama",
-        "genserve.operators": "7",
+        "genserve.operators": "8",
         "genserve.precision": "fp16",
         "genserve.context_length": "256",
         "genserve.source": "tiny",
@@ -442,9 +481,10 @@ def export(model: str, folder: Path, *, precision: Precision) -> ExportReport:
     )
 
 
-def chunked_logits(graph: WrittenGraph, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+def chunked_logits(
+    graph: WrittenGraph, ids: NDArray[np.int64], *, lengths: tuple[int, ...] = (16, 7, 30, 1, 46)
+) -> NDArray[np.float32]:
     pool, row = BlockPool(graph.logits(max_num_seqs=1, max_length=128)), Row(ids)
-    lengths = (16, 7, 30, 1, len(ids) - 54)
     return np.concatenate([pool.forward([row], lengths=[length])[0] for length in lengths])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -123,16 +124,31 @@ def test_a_tied_vocabulary_is_stored_once(tmp_path: Path, precision: Precision) 
     assert (tmp_path / "model.onnx.data").stat().st_size < 2 * 40 * 128 + 3 * 4096
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_a_norm_by_itself_is_an_operator_of_onnx(tmp_path: Path, kind: Any) -> None:
-    bias = random(INPUTS) if kind == "layer" else None
-    norm, x = Norm(name="y", kind=kind, epsilon=1e-5, weight=random(INPUTS), bias=bias), random(5, INPUTS)
+@pytest.mark.parametrize("per_group", [False, True])
+def test_a_norm_by_itself_has_groups_and_a_residual(
+    tmp_path: Path, precision: Precision, kind: Any, per_group: bool
+) -> None:
+    """Of heads, for example, which have one weight or a weight each."""
+    weight = random(3, 30) if per_group else random(30)
+    bias = None if kind == "rms" or per_group else random(30)
+    norm = Norm(name="y", kind=kind, epsilon=1e-5, weight=weight, bias=bias, num_groups=3)
+    x, residual, dtype = random(5, 90), 2 * random(5, 90), SCHEMES[precision].activations
     with OnnxGraphBuilder(tmp_path) as graph:
-        graph.input("x", np.float32, ("rows", INPUTS))
-        layers_of(graph, "int8").norm("x", norm)
-        graph.output("y", np.float32, ("rows", INPUTS))
+        graph.input("x", dtype, ("rows", 90))
+        graph.input("residual", dtype, ("rows", 90))
+        output = layers_of(graph, precision).norm("x", norm, residual="residual")
+        graph.output(output, dtype, ("rows", 90))
         graph.save(metadata={})
-    np.testing.assert_allclose(run(tmp_path, x=x), normed(x, norm), atol=1e-5)
+    groups = [
+        normed(part, replace(norm, weight=own))
+        for part, own in zip(np.split(x, 3, axis=1), np.broadcast_to(weight, (3, 30)), strict=True)
+    ]
+    found = run(tmp_path, x=x.astype(dtype), residual=residual.astype(dtype))
+    np.testing.assert_allclose(
+        found, np.concatenate(groups, axis=1) + residual, atol=1e-5 if precision == "fp32" else 2e-2
+    )
 
 
 @pytest.mark.parametrize("kind", get_args(LinearKind)[:2])

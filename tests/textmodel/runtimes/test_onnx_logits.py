@@ -171,7 +171,7 @@ def truncate_weights(folder: Path, model: onnx.ModelProto) -> None:
 
 
 def write_another_version_of_operators(folder: Path, model: onnx.ModelProto) -> None:
-    next(entry for entry in model.metadata_props if entry.key == "genserve.operators").value = "8"
+    next(entry for entry in model.metadata_props if entry.key == "genserve.operators").value = "9"
 
 
 def rename_an_operator(folder: Path, model: onnx.ModelProto) -> None:
