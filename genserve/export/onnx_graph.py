@@ -96,12 +96,14 @@ class OnnxGraphBuilder:
 
     def constant(self, name: str, value: NDArray[Any]) -> str:
         """Add a small constant, such as a shape or an index, to the graph file."""
-        self._in_turn(partial(self._keep, numpy_helper.from_array(value, name)))
+        self._wait()    # for the order of the file
+        self._weights.append(numpy_helper.from_array(value, name))
         return name
 
     def weight(self, name: str, value: NDArray[Any]) -> str:
         """Add a weight, whose bytes go directly to the data file."""
-        return self.weights([name], [lambda: [value]])[0]
+        self._in_turn(partial(self._write, name, [value]))
+        return name
 
     def weights(
         self, names: Sequence[str], parts: Iterable[Callable[[], Sequence[NDArray[Any]]]]
@@ -141,9 +143,6 @@ class OnnxGraphBuilder:
         if self._written is not None:
             self._written.result()
 
-    def _keep(self, tensor: TensorProto) -> None:
-        self._weights.append(tensor)
-
     def _write_part(
         self,
         writing: _Writing,
@@ -158,12 +157,15 @@ class OnnxGraphBuilder:
     def _write_rest(
         self, writing: _Writing, names: Sequence[str], rest: Sequence[list[NDArray[Any]]]
     ) -> None:
-        self._keep(writing.pointer(file=self._data_file))
+        self._weights.append(writing.pointer(file=self._data_file))
         for name, arrays in zip(names, rest, strict=True):
-            other = _Writing(name)
-            for array in arrays:
-                self._append(other, array)
-            self._keep(other.pointer(file=self._data_file))
+            self._write(name, arrays)
+
+    def _write(self, name: str, parts: Sequence[NDArray[Any]]) -> None:
+        writing = _Writing(name)
+        for array in parts:
+            self._append(writing, array)
+        self._weights.append(writing.pointer(file=self._data_file))
 
     def _append(self, writing: _Writing, value: NDArray[Any]) -> None:
         if not writing.shapes:
