@@ -6,60 +6,60 @@ predictions of all of them. Source: Baykal et al., "Alternating Updates for Effi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from genserve.export.decoder import AltUp
-from genserve.export.decoder_weights import DecoderWeights
-from genserve.export.layers import Layers, Linear, Norm
+from genserve.export.role_writer import RoleWriter
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class AltUpWriter:
     """Adds the parts of AltUp to a graph; methods return the names of the values that they add.
 
     Streams are values [rows, streams, hidden].
     """
 
-    described: AltUp
-    hidden_size: int
-    layers: Layers
-    weights: DecoderWeights
-    linear: Callable[..., Linear]           # describes linear layers of a part by their roles
-    grouped: Callable[[str, str, int], str]     # adds linear layers of groups of columns: x, role, groups
-    norm: Callable[[str], Norm]             # describes a norm
+    roles: RoleWriter
+
+    @property
+    def described(self) -> AltUp:
+        """Its sizes."""
+        assert self.roles.decoder.altup is not None
+        return self.roles.decoder.altup
 
     def streams(self, x: str) -> str:
         """Return the streams of embeddings x: x, and linear ones as large as x."""
-        others = self.layers.linear(self.linear(x, "altup", "input", output="input", kind="inner"))
+        linear = self.roles.linear(x, "altup", "input", output="input", kind="inner")
+        others = self.roles.layers.linear(linear)
         return self._as_large(x, self._by_stream(others, "altup.others"), "altup.streams")
 
     def joined(self, streams: str) -> str:
         """Return the mean [rows, hidden] of the first stream and linear ones of the others, as large."""
-        count, node = self.described.num_streams, self.layers.graph.node
+        count, node = self.described.num_streams, self.roles.graph.node
         first, others = self._parted(streams, "altup.last")
         flat = self._constant("altup.last.flat", 0, -1)
         first = node("Reshape", [first, flat], "altup.last.own")
         columns = node("Reshape", [others, flat], "altup.last.columns")
-        others = self._by_stream(self.grouped(columns, "altup.output", count - 1), "altup.last.linear")
+        others = self.roles.in_groups(columns, "altup.output", count - 1)
+        others = self._by_stream(others, "altup.last.linear")
         streams = self._as_large(first, others, "altup.last")
         parts = [f"altup.last.{index}" for index in range(count)]
         node("Split", [streams], *parts, axis=1, num_outputs=count)
         total = node("Sum", parts, "altup.last.sum")
-        mean = node("Mul", [total, self._number("altup.last.share", 1 / count)], "altup.last.mean")
+        mean = node("Mul", [total, self.roles.number("altup.last.share", 1 / count)], "altup.last.mean")
         return node("Reshape", [mean, flat], "altup.last.rows")
 
     def predicted(self, streams: str, index: int) -> tuple[str, str]:
         """Return the predicted streams, and the first of them [rows, hidden], which the layer reads."""
-        node, part, count = self.layers.graph.node, f"layers.{index}.altup", self.described.num_streams
-        first = self.layers.graph.constant(f"{part}.first", np.array(0))
+        node, part, count = self.roles.graph.node, f"layers.{index}.altup", self.described.num_streams
+        first = self.roles.graph.constant(f"{part}.first", np.array(0))
         own = node("Gather", [streams, first], f"{part}.own", axis=1)
         routed = self._routed(own, part, "before")
-        predict = self.linear(routed, part, "predict", output="predict", kind="exact")
+        predict = self.roles.linear(routed, part, "predict", output="predict", kind="exact")
         square = self._constant(f"{part}.square", 0, count, count)
-        factors = node("Reshape", [self.layers.linear(predict), square], f"{part}.factors")
+        factors = node("Reshape", [self.roles.layers.linear(predict), square], f"{part}.factors")
         columns = [f"{part}.factors.{stream}" for stream in range(count)]
         node("Split", [factors], *columns, axis=2, num_outputs=count)
         parts = [f"{part}.streams.{stream}" for stream in range(count)]
@@ -77,11 +77,11 @@ class AltUpWriter:
 
         The layer has read `active`, the first of the streams `predicted`, and returns `activated`.
         """
-        node, part = self.layers.graph.node, f"layers.{index}.altup"
+        node, part = self.roles.graph.node, f"layers.{index}.altup"
         routed = self._routed(activated, part, "after")
-        correct = self.linear(routed, part, "correct", output="correct", kind="exact")
-        one = self._number(f"{part}.one", 1.0)
-        shares = node("Add", [self.layers.linear(correct), one], f"{part}.shares")
+        correct = self.roles.linear(routed, part, "correct", output="correct", kind="exact")
+        one = self.roles.number(f"{part}.one", 1.0)
+        shares = node("Add", [self.roles.layers.linear(correct), one], f"{part}.shares")
         columns = node("Unsqueeze", [shares, self._constant(f"{part}.axis.2", 2)], f"{part}.columns")
         news = node("Sub", [activated, active], f"{part}.news")
         axis = self._constant(f"{part}.axis.1", 1)
@@ -90,12 +90,12 @@ class AltUpWriter:
         corrected = node("Add", [corrections, predicted], f"{part}.corrected")
         first, _ = self._parted(corrected, part)
         first = node("Squeeze", [first, axis], f"{part}.first_rows")
-        scale = self.layers.vector(f"{part}.scale", self.weights.load(f"{part}.scale"))
+        scale = self.roles.layers.vector(f"{part}.scale", self.roles.weights.load(f"{part}.scale"))
         return corrected, node("Mul", [first, scale], f"{part}.scaled")
 
     def with_others(self, corrected: str, added: str, index: int) -> str:
         """Return the streams `corrected`, to all of which but the first the rows `added` are added."""
-        node, part = self.layers.graph.node, f"layers.{index}.altup"
+        node, part = self.roles.graph.node, f"layers.{index}.altup"
         # `corrected` has taken these apart.
         first, others = f"{part}.first_stream", f"{part}.other_streams"
         rows = node("Unsqueeze", [added, self._constant(f"{part}.axis.added", 1)], f"{part}.added")
@@ -106,22 +106,22 @@ class AltUpWriter:
         """The first stream [rows, 1, hidden], and the others."""
         names = f"{part}.first_stream", f"{part}.other_streams"
         sizes = self._constant(f"{part}.sizes", 1, self.described.num_streams - 1)
-        self.layers.graph.node("Split", [streams, sizes], *names, axis=1)
+        self.roles.graph.node("Split", [streams, sizes], *names, axis=1)
         return names
 
     def _by_stream(self, columns: str, name: str) -> str:
         """Streams of columns [rows, streams * hidden]."""
-        shape = self._constant(f"{name}.shape", 0, -1, self.hidden_size)
-        return self.layers.graph.node("Reshape", [columns, shape], name)
+        shape = self._constant(f"{name}.shape", 0, -1, self.roles.decoder.hidden_size)
+        return self.roles.graph.node("Reshape", [columns, shape], name)
 
     def _as_large(self, x: str, others: str, name: str) -> str:
         """Rows x [rows, hidden] and other streams, with the same mean squares, as streams."""
-        node = self.layers.graph.node
-        flat = self._constant(f"{name}.hidden", -1, self.hidden_size)
+        node = self.roles.graph.node
+        flat = self._constant(f"{name}.hidden", -1, self.roles.decoder.hidden_size)
         rows = node("Reshape", [others, flat], f"{name}.rows_of")
         own_squares = self._mean_squares(x, f"{name}.own_squares")
         other_squares = self._mean_squares(rows, f"{name}.other_squares")
-        least = self._number(f"{name}.least", self.described.least)
+        least = self.roles.number(f"{name}.least", self.described.least)
         other_squares = node("Max", [other_squares, least], f"{name}.at_least")
         shape = self._constant(f"{name}.by_stream", -1, self.described.num_streams - 1, 1)
         other_squares = node("Reshape", [other_squares, shape], f"{name}.by_row")
@@ -134,17 +134,15 @@ class AltUpWriter:
         return node("Concat", [first, scaled], f"{name}.together", axis=1)
 
     def _mean_squares(self, x: str, name: str) -> str:
-        return self.layers.means(self.layers.graph.node("Mul", [x, x], f"{name}.of"), name, self.hidden_size)
+        squares = self.roles.graph.node("Mul", [x, x], f"{name}.of")
+        return self.roles.layers.means(squares, name, self.roles.decoder.hidden_size)
 
     def _routed(self, x: str, part: str, when: str) -> str:
         """The numbers [rows, streams] from which coefficients are made, before or after the layer."""
         # A tanh is a soft cap of 1. The layer has two of these, whose weights are small.
-        norm = replace(self.norm(f"{part}.norm"), name=f"{part}.{when}.norm")
-        linear = self.linear(x, part, "router", output=when, kind="exact", norm=norm, softcap=1.0)
-        return self.layers.linear(linear)
+        norm = replace(self.roles.norm(f"{part}.norm"), name=f"{part}.{when}.norm")
+        linear = self.roles.linear(x, part, "router", output=when, kind="exact", norm=norm, softcap=1.0)
+        return self.roles.layers.linear(linear)
 
     def _constant(self, name: str, *values: int) -> str:
-        return self.layers.graph.constant(name, np.array(values))
-
-    def _number(self, name: str, value: float) -> str:
-        return self.layers.vector(name, np.array(value, np.float32))
+        return self.roles.graph.constant(name, np.array(values))

@@ -15,7 +15,7 @@ import numpy as np
 from genserve.errors import ExportError
 from genserve.export.checkpoint import Checkpoint, StoredRows
 from genserve.export.decoder import Decoder
-from genserve.export.decoder_graph import Kept, write_decoder
+from genserve.export.decoder_graph import write_decoder
 from genserve.export.decoder_weights import DecoderWeights, is_used, tensor_sources
 from genserve.export.expert_tensors import TransposedStacks, with_stacks
 from genserve.export.export_options import CacheType, ExportFormat, ExportReport, Precision, Progress
@@ -38,6 +38,7 @@ from genserve.export.quantization import (
     smooth,
 )
 from genserve.export.reference import Recording, Reference
+from genserve.export.role_writer import Kept
 from genserve.files import staging_folder
 from genserve.sampling.logits_array import FloatArray
 from genserve.textmodel.logits_config import pipeline_files
