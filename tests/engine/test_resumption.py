@@ -13,6 +13,7 @@ from tests.fakes.drafts import Foreseen
 from tests.fakes.engines import GatedLogits, RecordingSink, engine_thread
 from tests.fakes.logits import PagedLogits
 from tests.fakes.sequences import Clock, sample_loop, sequence_of
+from tests.support.representatives import with_extended
 
 PROMPT = [5, 6, 7]
 SAMPLED = {
@@ -50,8 +51,8 @@ def undisturbed(**params):
 
 
 @KINDS
-@pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("error_rate", [0.0, 0.2, None])
+@pytest.mark.parametrize("prefix_cache", [True, pytest.param(False, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("error_rate", with_extended([0.0, 0.2, None], always=(0.2, None)))
 def test_a_resumed_answer_is_the_undisturbed_one_with_drafts_and_preemptions(kind, prefix_cache, error_rate):
     plain, deltas = undisturbed(**SAMPLED)
     drafts = None if error_rate is None else Speculation(Foreseen([plain], error_rate=error_rate))

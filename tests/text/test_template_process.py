@@ -116,6 +116,7 @@ def test_a_template_that_exceeds_its_limits_is_stopped_and_the_next_chat_is_rend
     ["{{ 10 ** (10 ** 8) }}", "{{ " + "(" * 100_000, "{% if a %}" * 5000 + "{% endif %}" * 5000],
     ids=["power", "brackets", "blocks"],
 )
+@pytest.mark.usefixtures("endless_templates_end_soon")
 def test_a_template_that_exceeds_its_limits_when_compiled_is_rejected(source: str) -> None:
     with pytest.raises(RepositoryError, match="chat template") as raised:
         ChatTemplate(source, special_tokens={}, name="chat_template.jinja")
@@ -272,7 +273,7 @@ def test_many_threads_may_close_it_while_others_render() -> None:
     rendered: list[str] = []
 
     def ask() -> None:
-        for _ in range(5):
+        for _ in range(3):
             rendered.append(template.render({"text": "fine"}))
             template.close()
 
@@ -281,7 +282,7 @@ def test_many_threads_may_close_it_while_others_render() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert rendered == ["fine"] * 20
+    assert rendered == ["fine"] * 12
 
 
 @pytest.mark.parametrize("answer", [b"", b"\xff", b"no JSON", b"5", b"[]", b'["done"]', b"[" * 99999, None])
