@@ -80,6 +80,9 @@ def read_gguf(path: Path, *, source: str) -> Checkpoint:
     _reject_unknown(header, source=source)
     translation = GGUF_ARCHITECTURES[name]
     try:
+        header = replace(
+            header, tensors=dict(_with_attention_apart(header, FAMILIES[translation.architecture]))
+        )
         config = common_config(header) | translation.config(header)
         config.setdefault("architectures", [translation.architecture])
         constants = translation.tensors(header)
@@ -255,6 +258,28 @@ def _unpacked(tensors: Mapping[str, GgufTensor]) -> Iterator[tuple[str, GgufTens
         for index, part in enumerate(("gate", "up")):
             shape = (count, both // 2, *inputs)
             yield name.replace("gate_up", part), replace(tensor, shape=shape, blocks=halves[:, index])
+
+
+def _with_attention_apart(header: GgufHeader, family: Family) -> Iterator[tuple[str, GgufTensor]]:
+    """Yield the tensors, of queries, keys and values apart, which the converter's `--fuse-qkv` joins."""
+    sources = tensor_sources(family.names, num_layers=1)
+    query, key = (sources.get(f"layers.0.attention.{part}") for part in ("query", "key"))
+    are_apart = query is not None and key is not None and query.names != key.names     # in a folder
+    for name, tensor in header.tensors.items():
+        layer, _, part = name.rpartition(".attn_qkv.")
+        output = header.tensors.get(f"{layer}.attn_output.weight")
+        if not are_apart or output is None:     # linear attention of Qwen 3.5 has none
+            yield name, tensor
+            continue
+        count = header["attention.head_count"]
+        counts = (count, header.get("attention.head_count_kv", count))
+        number = int(layer.removeprefix("blk."))
+        heads, kv_heads = (count[number] if isinstance(count, list) else count for count in counts)
+        size = kv_heads * output.shape[-1] // heads
+        first = tensor.shape[0] - 2 * size     # behind the queries, and the gates of some families
+        parts = {"q": slice(first), "k": slice(first, first + size), "v": slice(first + size, None)}
+        for own, rows in parts.items():
+            yield f"{layer}.attn_{own}.{part}", tensor.rows(rows)
 
 
 def _folder_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

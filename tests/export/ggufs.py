@@ -72,6 +72,7 @@ def write_gguf(
     kind: str | Callable[[str], str] = "F32",
     whole: bool = False,
     fused: bool = False,
+    fused_qkv: bool = False,
     **metadata: Any,
 ) -> Path:
     """Write the checkpoint in `folder`.
@@ -85,6 +86,7 @@ def write_gguf(
             random codes of about the same size.
         whole: leaves together what the first converters of an architecture did not take apart.
         fused: joins gates and values of experts, as the converter's `--fuse-gate-up-exps` does.
+        fused_qkv: joins queries, keys and values, as its `--fuse-qkv` does.
         metadata: adds or replaces fields: strings, booleans, numbers or lists of them; None leaves one out.
     """
     config = AutoConfig.from_pretrained(folder)
@@ -98,6 +100,11 @@ def write_gguf(
     for name in [name for name in tensors if fused and name.endswith(".ffn_gate_exps.weight")]:
         halves = [tensors.pop(name.replace("gate", part)) for part in ("gate", "up")]
         tensors[name.replace("gate", "gate_up")] = np.concatenate(halves, axis=1)
+    for name in [name for name in tensors if fused_qkv and ".attn_k." in name]:
+        parts = [name.replace("attn_k", f"attn_{part}") for part in "qkv"]
+        if all(part in tensors for part in parts):
+            joined = np.concatenate([tensors.pop(part) for part in parts])
+            tensors[name.replace("attn_k", "attn_qkv")] = joined
     for name, tensor in tensors.items():
         number = GGMLQuantizationType[kind if isinstance(kind, str) else kind(name)]
         block, _ = gguf.GGML_QUANT_SIZES[number]

@@ -18,6 +18,7 @@ from genserve.export.decoder import Attention, Decoder, LinearAttention, Rotary
 from genserve.export.expert_tensors import with_stacks
 from genserve.export.families import family_of
 from genserve.export.families.family import Unsupported
+from genserve.export.gguf_file import GgufFile
 from genserve.export.known_models import SMOLLM2_FILE
 from genserve.export.pulling import cache_folder
 from tests.export.ggufs import write_gguf
@@ -135,6 +136,24 @@ def test_the_tensors_that_older_files_have_whole_are_read(
         for file in files
     )
     assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "model", ["gemma3n", "gemma4", "gpt_oss", "granite4_h", "llama", "llama_biases", "qwen2", "qwen3_5"]
+)
+def test_queries_keys_and_values_may_be_one_tensor(tmp_path: Path, model: str) -> None:
+    folder = tiny_checkpoint(tmp_path / "tiny", **(TINY_MODELS | _CONVERTED)[model])
+    paths = [
+        write_gguf(folder, tmp_path / f"{fused}.gguf", kind="Q8_0", fused_qkv=fused)
+        for fused in (True, False)
+    ]
+    assert any(name.endswith(".attn_qkv.weight") for name in GgufFile.open(paths[0]).tensors)
+    assert not any(name.endswith(".attn_k.weight") for name in GgufFile.open(paths[0]).tensors)
+    found, expected = (read_checkpoint(path, source="tiny") for path in paths)
+    assert found.config == expected.config
+    assert found.tensor_names == expected.tensor_names
+    for name in expected.tensor_names:
+        assert np.array_equal(found.load(name, slice(None)), expected.load(name, slice(None))), name
 
 
 @pytest.mark.parametrize(
