@@ -244,6 +244,22 @@ def test_a_client_that_leaves_does_not_end_the_load_of_another(http: httpx2.Clie
     assert gate.num_begun == 1
 
 
+@pytest.mark.parametrize("name", ["generate", "generate_stream"])
+def test_a_client_of_kserve_that_leaves_waits_for_no_load(
+    server: LiveServer, http: httpx2.Client, gate: Gate, name: str
+) -> None:
+    on_demand = server.server.services.repository.on_demand
+    assert on_demand is not None
+    body = json.dumps(STREAMS["kserve"][1]).encode()
+    head = f"POST /v2/models/m1/{name} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection((http.base_url.host, http.base_url.port)) as leaving:
+        leaving.sendall(head.encode() + body)
+        wait_until(lambda: on_demand.num_waiting == 1)
+    wait_until(lambda: on_demand.num_waiting == 0)
+    assert not gate.opened.is_set()
+    gate.opened.set()
+
+
 def test_an_invalid_request_loads_nothing(http: httpx2.Client) -> None:
     path, body, _ = STREAMS["openai"]
     assert http.post(path, json={**body, "temperature": -1}).status_code == 400

@@ -250,7 +250,8 @@ class ResponseEvents:
 
 
 async def _start_generate(call: KServeCall, body: memoryview) -> WatchedInference:
-    await call.services.use_model(call.model)
+    if call.services.repository.on_demand is not None:
+        await call.use_model()
     model = call.services.repository.find(call.model, call.version)
     request = await offload_if_large(
         len(body) * COST_PER_OBJECT_BYTE, read_generate_body, body, model=model, version=call.version
