@@ -35,6 +35,8 @@ def export_adapter(
             or the adapter does not fit it; the repository is as it was.
     """
     ModelFolders(name)     # rejects other names
+    if source.suffix == ".safetensors":
+        raise ExportError(f"{source} is one of the files of an adapter", remedy="give the folder that has it")
     is_gguf = source.is_file()
     if not is_gguf and (missing := [file for file in (CONFIG, WEIGHTS) if not (source / file).is_file()]):
         raise ExportError(

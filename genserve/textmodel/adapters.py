@@ -386,16 +386,15 @@ class Adapters:
         self._metrics.adapter_packed()
         parts: list[dict[str, list[LowRankPart]]] = [{} for _ in graphs]
         for module in peft.modules:
-            index, targets = self._targets(module, graphs, modules)
+            index, targets = self._targets(peft, module, graphs, modules)
             first = targets[0]
             outputs, _, inputs = peft.shape(module)
             wanted = sum(target.num_outputs for target in targets), first.shape.in_features
             if (outputs, inputs) != wanted:
-                raise RepositoryError(
+                raise _of_another_model(
+                    peft,
                     f"the adapter changes {module!r} with the shape {[outputs, inputs]}; that of model "
                     f"{self._model!r} has {[*wanted]}",
-                    remedy="load it with the model that it was trained on"
-                    + (f": {base}" if (base := peft.config.get("base_model_name_or_path")) else ""),
                 )
             product = peft.product(module)
             down = product.down if first.smoothing is None else product.down * first.smoothing
@@ -412,7 +411,11 @@ class Adapters:
         return packed
 
     def _targets(
-        self, module: str, graphs: Sequence[LogitsGraph], modules: Mapping[str, tuple[str, ...]]
+        self,
+        peft: PeftAdapter,
+        module: str,
+        graphs: Sequence[LogitsGraph],
+        modules: Mapping[str, tuple[str, ...]],
     ) -> tuple[int, Sequence[AdapterTarget]]:
         """Return the number of the graph that has a module, and the targets that are its outputs."""
         match = _MODULE.fullmatch(module)
@@ -429,6 +432,11 @@ class Adapters:
                     remedy="export the model again with `genserve export --overwrite`",
                 )
             return index, targets
+        num_layers = 1 + max(int(role.split(".")[1]) for graph in graphs for role in graph.adapter_targets)
+        if match and int(match[1]) >= num_layers:
+            raise _of_another_model(
+                peft, f"the adapter changes {module!r}; model {self._model!r} has {num_layers} layers"
+            )
         raise RepositoryError(
             f"the adapter changes {module!r}, which an adapter of a request to model {self._model!r} cannot; "
             f"it can change {', '.join(name.rpartition('.')[2] for name in modules)}",
@@ -456,6 +464,13 @@ class Adapters:
                 remedy=f"{merge_remedy()}; families that can are {', '.join(sorted(_MODULES))}",
             )
         return _MODULES[family]
+
+
+def _of_another_model(peft: PeftAdapter, problem: str) -> RepositoryError:
+    base = peft.config.get("base_model_name_or_path")
+    return RepositoryError(
+        problem, remedy="load it with the model that it was trained on" + (f": {base}" if base else "")
+    )
 
 
 def _file_states(folder: Path) -> Sequence[tuple[int, int, int]]:

@@ -125,6 +125,7 @@ def test_what_is_no_adapter_of_the_base_leaves_the_repository_as_it_was(adapter,
     assert export(adapter, repository, "--base", "nobody") == 1
     assert export(adapter, repository, "--base", "tiny", "--name", "tiny", "--overwrite") == 1
     assert export(adapter, repository, "--base", "tiny", "--precision", "int8") == 1
+    assert export(adapter / "adapter_model.safetensors", repository, "--base", "tiny") == 1
     broken = Path(shutil.copytree(adapter, tmp_path / "broken"))
     config = json.loads((broken / "adapter_config.json").read_text())
     (broken / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))

@@ -242,6 +242,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "initialization": (with_config(init_lora_weights="pissa"), "pissa"),
     "tokens": (with_config(trainable_token_indices=[1]), "trainable_token_indices"),
     "head": (with_tensor("base_model.model.lm_head.weight", 320, 64), "lm_head"),
+    "layers": (with_tensor(f"{_LAYER[:-2]}7.mlp.up_proj.lora_A.weight", 16, 64), "has . layers"),
     "norm": (with_tensor(f"{_LAYER}input_layernorm.weight", 64), "input_layernorm"),
     "bias": (with_tensor(f"{_LAYER}self_attn.q_proj.lora_B.bias", 64), "lora_B.bias"),
     "shape": (with_tensor(f"{_LAYER}self_attn.q_proj.lora_A.weight", 16, 32), "q_proj"),
