@@ -418,7 +418,7 @@ class ServedModels(ABC):
 
 def _remedy_of_encoders(known: Sequence[str]) -> str:
     if known:
-        return f"models that do: {', '.join(known)}"
+        return f"models of vectors or scores: {', '.join(known)}"
     return "load an encoder; `genserve export --pooling last` makes one of a text model (docs/embeddings.md)"
 
 

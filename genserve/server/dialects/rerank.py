@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from fastapi import Request
@@ -39,8 +40,8 @@ class _ModelBody(TolerantBody):
     model: str | None = Field(
         default=None, description="The name of a model; not needed if there is only one of vectors or scores."
     )
-    truncate_prompt_tokens: int | None = Field(
-        default=None, ge=-1, le=-1, description="vLLM's: -1 truncates what is too long."
+    truncate_prompt_tokens: Literal[-1] | None = Field(
+        default=None, description="vLLM's: -1 truncates what is too long."
     )
     truncate: bool | None = Field(
         default=None,

@@ -92,6 +92,7 @@ def test_dimensions_shorten_and_scale_the_vectors(client):
         ({"input": "sea", "dimensions": SIZE + 1}, "dimensions"),
         ({"input": "sea", "dimensions": 0}, "dimensions"),
         ({"input": "sea", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": "sea", "truncate_prompt_tokens": 7}, "truncate_prompt_tokens"),
         ({"input": "sea", "model": "ranker"}, "model"),
         ({"input": ["sea"] * 2049}, "input"),
     ],

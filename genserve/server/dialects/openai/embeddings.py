@@ -47,8 +47,8 @@ class EmbeddingsBody(TolerantBody):
         default=None,
         description="The use of the texts, for which the model may have a prompt; passage is document.",
     )
-    truncate_prompt_tokens: int | None = Field(
-        default=None, ge=-1, le=-1, description="vLLM's: -1 truncates texts that are too long."
+    truncate_prompt_tokens: Literal[-1] | None = Field(
+        default=None, description="vLLM's: -1 truncates texts that are too long."
     )
 
     def texts(self, model: EncoderModel) -> list[Text]:
