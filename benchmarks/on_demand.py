@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -55,7 +56,7 @@ def copy_model(repository: Path, model: str, root: Path, name: str, *, cache_byt
         shutil.copytree(folder, copied, copy_function=os.link)
         config = copied / "config.pbtxt"
         text = config.read_text().replace(model, name)
-        if folder.name == f"{model}_logits" and "kv_cache_bytes" not in text:
+        if folder.name == f"{model}_logits" and not re.search(r'(?m)^[^#\n]*"kv_cache_bytes"', text):
             value = f'{{ string_value: "{cache_bytes}" }}'
             text += f'parameters [ {{ key: "kv_cache_bytes" value: {value} }} ]\n'
         config.unlink()     # it is a link, too
