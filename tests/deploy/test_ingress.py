@@ -322,6 +322,24 @@ def test_counters_keep_what_a_killed_replica_has_counted(repository: Path, repli
         assert counts(client) == [*before, num_blocks * 2 / 3]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/load_lora_adapter", {"lora_name": "mine", "lora_path": "{adapter}"}, 400),
+        ("/v1/unload_lora_adapter", {"lora_name": "mine"}, 404),
+        ("/v2/models/tiny/generate", {"text_input": "x", "parameters": {"lora_name": "mine"}}, 400),
+        ("/generate", {"inputs": "x", "parameters": {"adapter_id": "mine"}}, 404),
+    ],
+)
+def test_a_deployment_has_no_adapters_and_says_so(
+    ingress: httpx2.Client, tmp_path: Path, path: str, body: dict[str, Any], status: int
+) -> None:
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).touch()
+    fields = {name: str(tmp_path) if value == "{adapter}" else value for name, value in body.items()}
+    assert ingress.post(path, json=fields).status_code == status
+
+
 @pytest.mark.parametrize("action", ["load", "unload"])
 def test_rejects_to_change_the_models(ingress: httpx2.Client, action: str) -> None:
     response = ingress.post(f"/v2/repository/models/tiny/{action}", json={})
