@@ -60,16 +60,8 @@ class AltUpWriter:
         predict = self.roles.linear(routed, part, "predict", output="predict", kind="exact")
         square = self._constant(f"{part}.square", 0, count, count)
         factors = node("Reshape", [self.roles.layers.linear(predict), square], f"{part}.factors")
-        columns = [f"{part}.factors.{stream}" for stream in range(count)]
-        node("Split", [factors], *columns, axis=2, num_outputs=count)
-        parts = [f"{part}.streams.{stream}" for stream in range(count)]
-        node("Split", [streams], *parts, axis=1, num_outputs=count)
-        # MatMul would do, but its bits depend on the processor.
-        changes = [
-            node("Mul", [factor, stream], f"{stream}.change")
-            for factor, stream in zip(columns, parts, strict=True)
-        ]
-        predicted = node("Sum", [*changes, streams], f"{part}.predicted")
+        name = self.roles.graph.value(f"{part}.predicted", np.float32)
+        predicted = node("StreamMix", [streams, factors], name)
         return predicted, node("Gather", [predicted, first], f"{part}.active", axis=1)
 
     def corrected(self, predicted: str, active: str, activated: str, index: int) -> tuple[str, str]:

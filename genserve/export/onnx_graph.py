@@ -36,10 +36,11 @@ _DOMAINS = {
     "LinearAttention": "genserve",
     "Norm": "genserve",
     "PagedAttention": "genserve",
+    "StreamMix": "genserve",
 }
 # The version of genserve's operator set: 2 has DecoderLayer, 3 Embedding and weights in blocks, 4 Experts,
 # 5 Embedding of weights in int8_block, 6 CausalConv and LinearAttention, 7 shared caches and chunks,
-# 8 Norm and Activation.
+# 8 Norm, Activation and StreamMix.
 _OPERATORS = 8
 
 

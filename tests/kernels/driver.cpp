@@ -19,6 +19,7 @@
 #include "logits.hpp"
 #include "norm.hpp"
 #include "sampling.hpp"
+#include "stream_mix.hpp"
 
 using namespace genserve;
 
@@ -578,6 +579,26 @@ void run_activation(Activation activation, int64_t rows, int64_t columns) {
   printf("%s: %016llx\n", name, (unsigned long long)hashes[0]);
 }
 
+void run_stream_mix(int64_t rows, int64_t streams, int64_t columns) {
+  char name[96];
+  snprintf(name, sizeof name, "stream mix %lld x %lld x %lld", (long long)rows, (long long)streams, (long long)columns);
+  Numbers numbers{(uint64_t)columns};
+  Owned x(Type::kFloat32, rows, streams, columns), matrices(Type::kFloat32, rows, streams, streams);
+  x.fill(numbers);
+  matrices.fill(numbers);
+  const StreamMixInputs in{x.tensor, matrices.tensor};
+  Error error;
+  uint64_t hashes[2];
+  for (int threads : kThreads) {
+    Owned y(Type::kFloat32, rows, streams, columns);
+    if (!check_stream_mix(in, error)) fail(name, error.message);
+    mix_streams(in, y.tensor.as<float>(), team_of(threads));
+    hashes[threads > 1] = hash(y);
+  }
+  if (hashes[0] != hashes[1]) fail(name, "several threads give other bits than one");
+  printf("%s: %016llx\n", name, (unsigned long long)hashes[0]);
+}
+
 void run_logits(int64_t size, int64_t k) {
   Numbers numbers{(uint64_t)size};
   Owned logits(Type::kFloat32, 3, size), best(Type::kFloat32, 3), ids(Type::kFloat32, 3, 2), top(Type::kFloat32, 3, 2 * k);
@@ -650,6 +671,7 @@ int main() {
   run_norm(Norm::kLayer, 3, 4, 1);
   run_activation(Activation::kSigmoid, 33, 1021);
   run_activation(Activation::kXielu, 1, 77);
+  run_stream_mix(70, 4, 77);
   run_causal_conv(70, 3, true);
   run_causal_conv(129, 4, false);
   run_linear_attention(Rule::kGatedDelta, OutputNorm::kNormThenGate, 2, 4, 20, 40);

@@ -13,6 +13,7 @@
 #include "logits.hpp"
 #include "norm.hpp"
 #include "sampling.hpp"
+#include "stream_mix.hpp"
 #include "ort_api.hpp"
 
 #define GENSERVE_EXPORT extern "C" __attribute__((visibility("default")))
@@ -531,6 +532,38 @@ struct ActivationKernel {
   }
 };
 
+// ------------------------------------------------------------------------------------------- genserve.StreamMix
+
+constexpr ort::Port kStreamMixInputs[] = {
+    {Type::kFloat32, false},  // x [T, streams, columns]
+    {Type::kFloat32, false},  // matrices [T, streams, streams]
+};
+constexpr size_t kNumStreamMixInputs = sizeof kStreamMixInputs / sizeof *kStreamMixInputs;
+
+inline Tensor* begin(StreamMixInputs& inputs) { return &inputs.x; }
+static_assert(sizeof(StreamMixInputs) == kNumStreamMixInputs * sizeof(Tensor));
+
+struct StreamMixKernel {
+  static constexpr const char* kName = "genserve.StreamMix";
+  int num_threads;
+
+  bool create(const ort::KernelInfo*, Error&) {
+    num_threads = count_cores();
+    return true;
+  }
+
+  bool compute(ort::KernelContext* context, Error& error) const {
+    StreamMixInputs inputs{};
+    Tensor y;
+    if (!ort::inputs(context, begin(inputs), kNumStreamMixInputs, error) || !check_stream_mix(inputs, error) ||
+        !ort::allocate_output(context, 0, inputs.x, y, error)) {
+      return false;
+    }
+    mix_streams(inputs, y.as<float>(), ort::threads_of(context, num_threads));
+    return true;
+  }
+};
+
 // ------------------------------------------------------------------------------------------- genserve.CausalConv
 
 // The last inputs of an operator with states; the state is bound to the same memory as the last output.
@@ -678,6 +711,8 @@ static const ort::CustomOp grouped_linear = ort::make_operator<GroupedLinearKern
 static const ort::CustomOp norm = ort::make_operator<NormKernel>("Norm", kNormInputs, kNumNormInputs, kLinearOutputs, 1);
 static const ort::CustomOp activation = ort::make_operator<ActivationKernel>(
     "Activation", kActivationInputs, kNumActivationInputs, kLinearOutputs, 1);
+static const ort::CustomOp stream_mix =
+    ort::make_operator<StreamMixKernel>("StreamMix", kStreamMixInputs, kNumStreamMixInputs, kLinearOutputs, 1);
 
 static const ort::CustomOp causal_conv =
     ort::make_operator<CausalConvKernel>("CausalConv", kConvInputs, kNumConvInputs, kStateOutputs, 2);
@@ -701,6 +736,7 @@ GENSERVE_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, con
   if (ort::Status* failed = ort::Api::add_to_domain(domain, &grouped_linear)) return failed;
   if (ort::Status* failed = ort::Api::add_to_domain(domain, &norm)) return failed;
   if (ort::Status* failed = ort::Api::add_to_domain(domain, &activation)) return failed;
+  if (ort::Status* failed = ort::Api::add_to_domain(domain, &stream_mix)) return failed;
   if (ort::Status* failed = ort::Api::add_to_domain(domain, &causal_conv)) return failed;
   if (ort::Status* failed = ort::Api::add_to_domain(domain, &linear_attention)) return failed;
   for (const PagedAttentionOperator& each : attention) {
@@ -802,6 +838,17 @@ GENSERVE_EXPORT int32_t genserve_activation(const ActivationAttributes* attribut
     return false;
   }
   activate_all(*attributes, *inputs, y->as<float>(), *threads);
+  return true;
+}
+
+// StreamMix on the caller's tensors, in the same way.
+GENSERVE_EXPORT int32_t genserve_stream_mix(const StreamMixInputs* inputs, const Tensor* y, const Threads* threads,
+                                            Error* error) {
+  if (!check_stream_mix(*inputs, *error) ||
+      !check(*y, "y", Type::kFloat32, *error, inputs->x.shape[0], inputs->x.shape[1], inputs->x.shape[2])) {
+    return false;
+  }
+  mix_streams(*inputs, y->as<float>(), *threads);
   return true;
 }
 

@@ -1,4 +1,4 @@
-"""Norm and Activation: the operators of rows, compared with numpy, with bits that depend on a row alone."""
+"""Norm, Activation and StreamMix, compared with numpy; their bits depend on a row alone."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class ActivationAttributes(ctypes.Structure):
 
 
 def call(
-    name: str, attributes: ctypes.Structure, inputs: Sequence[Any], *, isa: str = "", threads: int = 1
+    name: str, attributes: ctypes.Structure | None, inputs: Sequence[Any], *, isa: str = "", threads: int = 1
 ) -> Array:
-    """Call an operator, whose output has the shape of its first input.
+    """Call an operator, whose output has the shape of its first input; StreamMix has no attributes.
 
     Raises:
         ValueError: the operator refused; has its message.
     """
     y, error = np.full_like(inputs[0], np.nan), Error()
     good = getattr(library(isa), f"genserve_{name}")(
-        ctypes.byref(attributes),
+        *([] if attributes is None else [ctypes.byref(attributes)]),
         (Tensor * len(inputs))(*map(Tensor.of, inputs)),
         ctypes.byref(Tensor.of(y)),
         ctypes.byref(Threads.of(threads)),
@@ -107,6 +107,13 @@ def test_an_activation_equals_torch(name: str) -> None:
     np.testing.assert_allclose(activation(name, [x, factor]), expected * factor, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize(("streams", "columns"), [(4, 77), (1, 5), (3, 512)])
+def test_a_mix_of_streams_equals_numpy(streams: int, columns: int) -> None:
+    x, matrices = random(9, streams, columns), random(9, streams, streams, seed=1)
+    expected = x + matrices.astype(np.float64) @ x
+    np.testing.assert_allclose(call("stream_mix", None, [x, matrices]), expected, atol=5e-6)
+
+
 @pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize("rows", [1, 70])
 def test_bits_depend_neither_on_instruction_set_nor_rows_nor_threads(isa: str, rows: int) -> None:
@@ -126,9 +133,15 @@ def test_bits_depend_neither_on_instruction_set_nor_rows_nor_threads(isa: str, r
             expected = activation(name, [x, None], isa="portable")
             assert activation(name, [x, None], isa=isa, threads=3).tobytes() == expected.tobytes(), name
             assert activation(name, [x[-1:], None], isa=isa).tobytes() == expected[-1:].tobytes(), name
+    x, matrices = random(rows, 4, 170), random(rows, 4, 4, seed=1)
+    expected = call("stream_mix", None, [x, matrices], isa="portable")
+    assert call("stream_mix", None, [x, matrices], isa=isa, threads=3).tobytes() == expected.tobytes()
+    last = call("stream_mix", None, [x[-1:], matrices[-1:]], isa=isa)
+    assert last.tobytes() == expected[-1:].tobytes()
 
 
 def test_a_call_without_rows_is_valid() -> None:
+    assert call("stream_mix", None, [random(0, 4, 8), random(0, 4, 4)]).shape == (0, 4, 8)
     assert norm("rms", norm_inputs(0, 8)).shape == (0, 8)
     assert activation("silu", [random(0, 8), None]).shape == (0, 8)
 
@@ -143,6 +156,8 @@ def test_wrong_inputs_are_refused() -> None:
         norm("rms", [x, weight[:-1].copy(), bias, residual])
     with pytest.raises(ValueError, match="residual has shape"):
         norm("rms", [x, weight, bias, residual[:1].copy()])
+    with pytest.raises(ValueError, match="matrices has shape"):
+        call("stream_mix", None, [random(2, 4, 8), random(2, 4, 3)])
     with pytest.raises(ValueError, match="factor has shape"):
         activation("silu", [x, residual[:1].copy()])
     with pytest.raises(ValueError, match="clamped_swiglu"):
