@@ -5,10 +5,12 @@
 starts `genserve serve --prefix-cache-dir` with an empty folder, sends `--rounds` prompts of `--tokens` tokens
 twice, stops the server, starts another one on the folder and sends it the prompts again. Prints the medians
 of the time to first token: computed, from memory and from disk. Fails unless all answers to a prompt have the
-same tokens and log-probabilities. Then runs a server with a folder and one without it side by side. In each
-round both have the same 8 conversations of three turns at once, one server after the other: a system prompt
-of `--cost-tokens` tokens that all share, messages of half as many, and answers of 32 tokens. Prints how much
-more time, and CPU time of the process, the server with the folder takes; with `--cost-rounds 0` it does not.
+same tokens and log-probabilities. Then runs a server with a folder and one without it side by side. Both have
+the same 8 conversations of three turns at once, one server after the other at each turn: a system prompt of
+`--cost-tokens` tokens that all share, messages of half as many, and answers of 32 tokens. `--cost-rounds`
+such sets of conversations follow each other. Prints how much more time for its answers, and CPU time of the
+process until their blocks are written, the server with the folder takes for a turn; with `--cost-rounds 0` it
+does not.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from servers import Running, cpu_s, genserve_server
 
 ANSWER_TOKENS = 32
 STREAMS, TURNS = 8, 3     # of the conversations
+_WRITING_S = 0.3    # in which the blocks of the last answers are written
 
 
 def main() -> None:
@@ -66,17 +69,25 @@ def _cost(options: argparse.Namespace) -> str:
         threads = stack.enter_context(ThreadPoolExecutor(STREAMS))
         figures: dict[str, list[tuple[float, float]]] = {name: [] for name in servers}
         for number in range(options.cost_rounds + 1):
-            answers = {}
-            for name in sorted(servers, reverse=number % 2 == 1):
-                server = servers[name]
-                before_s, started_s = cpu_s(server.pid), time.perf_counter()
-                seeds = range(number * STREAMS, (number + 1) * STREAMS)
-                answers[name] = [*threads.map(partial(_converse, server, options.cost_tokens), seeds)]
-                taken_s = time.perf_counter() - started_s
-                figures[name].append((taken_s, cpu_s(server.pid) - before_s))
-            if answers["off"] != answers["on"]:
-                raise SystemExit("an answer of the server with a folder is another one")
-    off, on = (figures[name][1:] for name in ("off", "on"))     # the first round warms up
+            prompts = [_prompt(options.cost_tokens, seed=-2)] * STREAMS     # the system prompt
+            for turn in range(TURNS):
+                first_seed = 1000 + (number * TURNS + turn) * STREAMS
+                prompts = [
+                    prompt + _prompt(options.cost_tokens // 2, seed=seed)
+                    for seed, prompt in enumerate(prompts, first_seed)
+                ]
+                answers = {}
+                for name in sorted(servers, reverse=(number + turn) % 2 == 1):
+                    before_s, started_s = cpu_s(servers[name].pid), time.perf_counter()
+                    got = [*threads.map(partial(_ask, servers[name]), prompts)]
+                    taken_s = time.perf_counter() - started_s
+                    time.sleep(_WRITING_S)
+                    figures[name].append((taken_s, cpu_s(servers[name].pid) - before_s))
+                    answers[name] = [answer for _, answer in got]
+                if answers["off"] != answers["on"]:
+                    raise SystemExit("an answer of the server with a folder is another one")
+                prompts = [prompt + answer[0] for prompt, answer in zip(prompts, answers["on"], strict=True)]
+    off, on = (figures[name][TURNS:] for name in ("off", "on"))     # the first round warms up
     rows = []
     for index, kind in enumerate(("time", "CPU time")):
         pairs = [(a[index], b[index]) for a, b in zip(off, on, strict=True)]
@@ -84,20 +95,8 @@ def _cost(options: argparse.Namespace) -> str:
         middle = [f"{statistics.median(column):.2f}" for column in zip(*pairs, strict=True)]
         quarters = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         rows.append([kind, *middle, *(f"{(ratio - 1) * 100:+.1f} %" for ratio in quarters)])
-    titles = ("of a round", "off, s", "on, s", "lower quartile", "median of ratios", "upper quartile")
+    titles = ("of a turn", "off, s", "on, s", "lower quartile", "median of ratios", "upper quartile")
     return markdown(titles, rows)
-
-
-def _converse(server: Running, num_tokens: int, seed: int) -> list[Any]:
-    """Have a conversation of some turns, each with a new message, and return the answers."""
-    prompt = _prompt(num_tokens, seed=-2)       # the system prompt, which all have
-    answers = []
-    for turn in range(TURNS):
-        prompt += _prompt(num_tokens // 2, seed=1000 + seed * TURNS + turn)
-        _, answer = _ask(server, prompt)
-        prompt += answer[0]
-        answers.append(answer)
-    return answers
 
 
 def _prompt(num_tokens: int, *, seed: int) -> list[int]:

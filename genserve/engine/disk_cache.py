@@ -95,6 +95,7 @@ class DiskCache:
     Attributes:
         memory: the KV cache whose blocks these are.
         writes: whether blocks are written.
+        part_blocks: how many blocks are best copied, read and written at once.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class DiskCache:
         """
         self.memory = memory
         self.writes = folder is not None
+        self.part_blocks = max(1, _PART_BYTES // memory.block_bytes)
         self._name = name
         self._block_size = block_size
         self._metrics = metrics
@@ -211,9 +213,8 @@ class DiskCache:
         )
         missing = [index for index, key in enumerate(keys) if not is_cached(key)]
         self._metrics.disk_cache_queried(tokens=len(missing) * self._block_size)
-        most = max(1, _PART_BYTES // self.memory.block_bytes)
-        for start in range(0, len(missing), most):
-            wanted = missing[start : start + most]
+        for start in range(0, len(missing), self.part_blocks):
+            wanted = missing[start : start + self.part_blocks]
             rows = np.empty((len(wanted), self.memory.block_bytes), np.uint8)
             num_read = 0
             while num_read < len(wanted) and self._read(keys[wanted[num_read]], rows[num_read]):

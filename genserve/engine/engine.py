@@ -33,6 +33,7 @@ _RESERVED_S = 0.02
 _NUM_PAUSES = 4
 _MAX_PAUSE_S = 1.0          # a loop with a longer pause counts as one that never resumed
 _MAX_PAUSED = 256
+_STORE_S = 1.0              # a process that is killed loses the blocks of this time
 _RESUMED = -1               # the arrival number of resumed sequences, before all other sequences
 
 
@@ -108,6 +109,7 @@ class Engine:
         self._processor = StepProcessor(self._kv, self._loops, speculation=speculation)
         self._speculation = speculation
         self._paused = PausedLoops()
+        self._stored_s = -math.inf              # when blocks were last given to the disk cache
         self._next_deadline_s = math.inf        # no sequence has an earlier one
 
     @property
@@ -185,17 +187,28 @@ class Engine:
         """Put blocks of a prompt that were read from files into the prefix cache, in blocks that are free."""
         assert self.disk_cache is not None
         rows, block_ids, slot = self._kv.restore(stored)
+        self._store_filled()
         self.disk_cache.memory.write_blocks(block_ids, stored.rows[rows])
         if slot != NO_SLOT and stored.state is not None:
             self.disk_cache.memory.write_states([slot], stored.state[np.newaxis])
 
     def _store_filled(self) -> None:
-        """Have the disk cache copy the blocks that were filled, while they are as they were computed."""
+        """Have the disk cache copy what was filled, while it is as it was computed: many blocks at once.
+
+        A copy reads all buffers of the KV cache, so a single block takes three times as long as one of many.
+        """
         if self.disk_cache is None:
             return
-        if self._kv.filled:
-            self.disk_cache.store(self._kv.filled)
-            self._kv.filled.clear()
+        filled, now_s = self._kv.filled, self.clock()
+        if filled and (
+            not self._scheduler.num_running
+            or len(filled) >= self.disk_cache.part_blocks
+            or now_s - self._stored_s >= _STORE_S
+            or self._kv.has_evicted_filled()
+        ):
+            self.disk_cache.store(filled)
+            filled.clear()
+            self._stored_s = now_s
         if self._kv.kept:
             self.disk_cache.store_states(self._kv.kept)
             self._kv.kept.clear()
@@ -239,7 +252,8 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if requests, blocks and loops disagree; for tests."""
-        assert not self._kv.filled, "the next step may overwrite filled blocks that are not stored"
+        assert self.num_running or not self._kv.filled, "an idle engine has blocks that are not stored"
+        assert not self._kv.has_evicted_filled(), "the next step may overwrite blocks that are not stored"
         self._scheduler.check_integrity()
 
     def _result(self, scheduled: SchedulerOutput, outputs: StepOutputs, *, started_s: float) -> StepResult:

@@ -43,7 +43,7 @@ class KVCacheManager:
         block_size: tokens of a block.
         copies: pairs (source, target) of blocks to copy, in this order, before the next forward.
         filled: the blocks that were computed and cached, with their keys, for a `DiskCache` to store before
-            the next step; None: there is none.
+            they are written again; None: there is none.
         kept: the slots of the snapshots that were taken at the ends of full blocks, with the keys of these,
             for the same.
         states: the slots of recurrent states; None: the model has none.
@@ -205,17 +205,16 @@ class KVCacheManager:
         if num_full > table.num_cached and self._uses_prefix_cache(request):
             owner, size = request.group.share.name, self.block_size
             for index in range(table.num_cached, num_full):
-                self._prefix_cache.insert(
-                    table.block_ids[index],
-                    self._key(request, index),
+                block, key = table.block_ids[index], self._key(request, index)
+                is_new = self._prefix_cache.insert(
+                    block,
+                    key,
                     parent=self._parent(request, index),
                     token_ids=request.token_ids[index * size : (index + 1) * size],
                     owner=owner,
                 )
-            if self.filled is not None:
-                self.filled += [
-                    (table.keys[index], table.block_ids[index]) for index in range(table.num_cached, num_full)
-                ]
+                if is_new and self.filled is not None:
+                    self.filled.append((key, block))
             table.num_cached = num_full
         if table.state is not None and table.state.target != NO_SLOT:
             self._take_over_state(request, table.state)
@@ -256,6 +255,10 @@ class KVCacheManager:
     def is_cached(self, key: bytes) -> bool:
         """Whether a full block is cached. Safe from any thread, where the answer may be true no more."""
         return self._prefix_cache.find(key) is not None
+
+    def has_evicted_filled(self) -> bool:
+        """Whether a block in `filled` was evicted, so that what is written next may overwrite it."""
+        return any(self._prefix_cache.find(key) != block for key, block in self.filled or ())
 
     def has_snapshot(self, key: bytes) -> bool:
         """Whether there is a state at the end of a full block. Safe from any thread, as `is_cached`."""

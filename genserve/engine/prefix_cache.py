@@ -119,11 +119,13 @@ class PrefixCache:
         found = [_nearness(cached, token_ids, owner) for cached in blocks if cached.parent == parent]
         return max(found, default=None)
 
-    def insert(self, block: int, key: bytes, *, parent: bytes, token_ids: Sequence[int], owner: str) -> None:
-        """Cache a full block, unless it is cached already or another block has the same key."""
-        if block not in self._full and key not in self._blocks:
-            self._blocks[key] = block
-            self._full[block] = CachedTokens(key, parent, array("q", token_ids), owner)
+    def insert(self, block: int, key: bytes, *, parent: bytes, token_ids: Sequence[int], owner: str) -> bool:
+        """Cache a full block; False: it is cached already, or another block has the same key."""
+        if block in self._full or key in self._blocks:
+            return False
+        self._blocks[key] = block
+        self._full[block] = CachedTokens(key, parent, array("q", token_ids), owner)
+        return True
 
     def insert_partial(self, block: int, parent: bytes, token_ids: list[int], *, owner: str) -> None:
         """Cache a block that holds `token_ids`, unless another block after `parent` holds the same tokens."""

@@ -303,7 +303,8 @@ class Blocks(RuleBasedStateMachine):
         self.kv.filled.clear()
 
     def write(self, sequence: TokenSequence, end: int) -> None:
-        self.store()
+        if self.kv.has_evicted_filled():
+            self.store()
         for source, target in self.kv.copies:
             for offset in range(SIZE):
                 self.contents[target, offset] = self.contents.get((source, offset), ())
@@ -349,12 +350,13 @@ class Blocks(RuleBasedStateMachine):
 
     @rule(token_ids=st.lists(st.integers(0, 1), min_size=SIZE, max_size=16))
     def restore(self, token_ids: list[int]) -> None:
-        self.store()
         sequence = sequence_of(token_ids)
         blocks = stored(sequence)
         missing = [index for index, key in enumerate(blocks.keys) if not self.kv.is_cached(key)]
         found = list(takewhile(lambda index: blocks.keys[index] in self.files, missing))
         rows, block_ids, _ = self.kv.restore(stored(sequence, *found))
+        if self.kv.has_evicted_filled():
+            self.store()
         for row, block in zip(rows, block_ids, strict=True):
             for offset, content in enumerate(self.files[blocks.keys[found[row]]]):
                 self.contents[block, offset] = content
