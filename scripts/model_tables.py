@@ -20,11 +20,11 @@ from typing import Any
 from genserve.cli.console import sized
 from genserve.errors import ExportError
 from genserve.export import KNOWN_MODELS
-from genserve.export.exportable import require_exportable
+from genserve.export.checkpoints.quantized_checkpoint import METHODS
 from genserve.export.families import FAMILIES
-from genserve.export.gguf_architectures import GGUF_ARCHITECTURES
-from genserve.export.quantized_checkpoint import METHODS
-from genserve.export.text_part import WRAPPERS
+from genserve.export.families.exportable import require_exportable
+from genserve.export.families.text_part import WRAPPERS
+from genserve.export.gguf.architectures import GGUF_ARCHITECTURES
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "models.md"

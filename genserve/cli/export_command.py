@@ -180,7 +180,7 @@ def _default_name(source: str) -> str:
 
 
 def _export_adapter(flags: ExportFlags, repository: Path, *, base: str) -> None:
-    from genserve.export.adapter_model import export_adapter
+    from genserve.export.adapters.adapter_model import export_adapter
 
     folder = Path(flags.source).expanduser().resolve()
     kept = ("model_repository", "source", "name", "base", "overwrite")
@@ -202,7 +202,7 @@ def _export_encoder(flags: ExportFlags, repository: Path) -> None:
     folder = Path(flags.source).expanduser().resolve()
     _require_flags_of_encoders(flags, folder.name)
     require_export_packages(f"exporting {folder.name}")
-    from genserve.export.encoder import export_encoder
+    from genserve.export.encoders.encoder import export_encoder
 
     report = export_encoder(
         folder,

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from genserve.errors import ExportError
-from genserve.export.checkpoint import Checkpoint
-from genserve.export.exportable import require_exportable
-from genserve.export.gguf_checkpoint import read_gguf
-from genserve.export.quantized_checkpoint import dequantized, quantization_of
-from genserve.export.quantized_formats import TensorReader
-from genserve.export.text_part import text_part
+from genserve.export.checkpoints.checkpoint import Checkpoint
+from genserve.export.checkpoints.quantized_checkpoint import dequantized, quantization_of
+from genserve.export.checkpoints.quantized_formats import TensorReader
+from genserve.export.families.exportable import require_exportable
+from genserve.export.families.text_part import text_part
+from genserve.export.gguf.gguf_checkpoint import read_gguf
 from genserve.sampling.logits_array import FloatArray
 
 if TYPE_CHECKING:

@@ -13,19 +13,20 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from genserve.errors import ExportError
-from genserve.export.checkpoint import Checkpoint, StoredRows
+from genserve.export.checkpoints.checkpoint import Checkpoint, StoredRows
+from genserve.export.checkpoints.expert_tensors import TransposedStacks, with_stacks
 from genserve.export.decoder import Decoder
-from genserve.export.decoder_graph import write_decoder
 from genserve.export.decoder_weights import DecoderWeights, is_used, tensor_sources
-from genserve.export.expert_tensors import TransposedStacks, with_stacks
 from genserve.export.export_options import CacheType, ExportFormat, ExportReport, Precision, Progress
 from genserve.export.families import FAMILIES, architecture, family_of
 from genserve.export.families.family import Family, Unsupported
 from genserve.export.fitted import fit_weights
-from genserve.export.layers import FusedLayers, StandardLayers
+from genserve.export.graphs.decoder_graph import write_decoder
+from genserve.export.graphs.layers import FusedLayers, StandardLayers
+from genserve.export.graphs.onnx_graph import OnnxGraphBuilder
+from genserve.export.graphs.role_writer import Kept
 from genserve.export.layout import ModelLayout
 from genserve.export.model_folders import ModelFolders, install, install_beside, writing_into
-from genserve.export.onnx_graph import OnnxGraphBuilder
 from genserve.export.parity import Parity, check_parity, num_compared
 from genserve.export.pipeline_stages import require_stages, split_layers
 from genserve.export.quantization import (
@@ -38,7 +39,6 @@ from genserve.export.quantization import (
     smooth,
 )
 from genserve.export.reference import Recording, Reference
-from genserve.export.role_writer import Kept
 from genserve.files import staging_folder
 from genserve.sampling.logits_array import FloatArray
 from genserve.textmodel.logits_config import pipeline_files
@@ -183,7 +183,7 @@ class Conversion:
         metadata = layout.metadata(family=self.family.name)
         kept: Kept = {}
         if layout.export_format is ExportFormat.TORCHSCRIPT:
-            from genserve.export.decoder_module import write_torchscript
+            from genserve.export.graphs.decoder_module import write_torchscript
 
             path = version / layout.export_format.file_name
             write_torchscript(weights, self.decoder, path, precision=layout.precision, metadata=metadata)

@@ -77,9 +77,9 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.export.checkpoint import Checkpoint, StoredRows
+from genserve.export.checkpoints.checkpoint import Checkpoint, StoredRows
+from genserve.export.checkpoints.rows import Rows
 from genserve.export.decoder import Attention, Decoder, Latent, LinearAttention, Rotary, ShortConv
-from genserve.export.rows import Rows
 from genserve.sampling.logits_array import FloatArray
 
 # Turns a tensor of the checkpoint into a role's tensor: a weight [outputs, inputs], or a bias [outputs].

@@ -83,7 +83,7 @@ def export_model(
     _require_free(folders, repository, beside=beside, overwrite=overwrite)
     if file_format == "onnx":
         import_onnxruntime()        # fail now rather than in the check, which runs the graph
-    from genserve.export.adapter_reader import with_adapters
+    from genserve.export.adapters.adapter_reader import with_adapters
     from genserve.export.checkpoint_reader import read_checkpoint
     from genserve.export.conversion import convert, write_model
     from genserve.export.hub import forget_download, locate

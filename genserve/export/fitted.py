@@ -22,11 +22,11 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.export.checkpoint import StoredRows
+from genserve.export.checkpoints.checkpoint import StoredRows
+from genserve.export.checkpoints.rows import Rows
+from genserve.export.checkpoints.stored_weight import rounded
 from genserve.export.decoder_weights import DecoderWeights, is_matrix
 from genserve.export.quantization import norm_of_reader
-from genserve.export.rows import Rows
-from genserve.export.stored_weight import rounded
 from genserve.machine import num_cores
 from genserve.sampling.logits_array import FloatArray
 

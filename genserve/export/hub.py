@@ -12,7 +12,7 @@ from genserve.backends.libraries import require_export_packages
 from genserve.errors import ExportError
 from genserve.export.checkpoint_reader import TOKENIZER_FILES, first_line, read_config
 from genserve.export.export_options import HUB_NAME
-from genserve.export.exportable import require_exportable
+from genserve.export.families.exportable import require_exportable
 
 _WANTED = ("config.json", "model*.safetensors", "model.safetensors.index.json", *TOKENIZER_FILES)
 _PICKLED = ("pytorch_model*.bin", "pytorch_model.bin.index.json")

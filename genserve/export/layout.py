@@ -14,7 +14,7 @@ import numpy as np
 from genserve.config.model_config import ModelConfig
 from genserve.config.parse import parse_config, read_config_file
 from genserve.errors import ExportError, RepositoryError
-from genserve.export.checkpoint import Checkpoint
+from genserve.export.checkpoints.checkpoint import Checkpoint
 from genserve.export.decoder import Cache, Dimensions
 from genserve.export.export_options import CacheType, ExportFormat, Precision
 from genserve.export.model_folders import ModelFolders

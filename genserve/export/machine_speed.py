@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from genserve.export.graphs.onnx_graph import OnnxGraphBuilder
 from genserve.export.known_models import ModelShape
-from genserve.export.onnx_graph import OnnxGraphBuilder
 from genserve.kernels.packing import PANEL
 
 MANY_ROWS = 32

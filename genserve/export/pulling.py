@@ -116,7 +116,7 @@ def pull_encoder(
         MissingDependency: a package of the extra `export` is not installed.
     """
     require_export_packages(f"exporting {encoder.name}")
-    from genserve.export.encoder import export_encoder
+    from genserve.export.encoders.encoder import export_encoder
 
     with _pulled_by_one(encoder.name, progress=progress):
         if EncoderFolders(encoder.name).have_weights(repository) and not overwrite:

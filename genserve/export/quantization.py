@@ -21,10 +21,10 @@ from typing import Literal, get_args
 import numpy as np
 
 from genserve.errors import ExportError
-from genserve.export.checkpoint import Checkpoint
+from genserve.export.checkpoints.checkpoint import Checkpoint
+from genserve.export.checkpoints.rows import Rows
 from genserve.export.decoder_weights import DecoderWeights
 from genserve.export.export_options import CacheType, ExportFormat, Precision
-from genserve.export.rows import Rows
 from genserve.kernels.packing import WeightFormat
 from genserve.sampling.logits_array import FloatArray
 

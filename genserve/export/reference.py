@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genserve.errors import ExportError, InvalidRequest, ModelFailed, RepositoryError
-from genserve.export.checkpoint import Checkpoint
+from genserve.export.checkpoints.checkpoint import Checkpoint
 from genserve.files import file_sha256
 from genserve.prompt import Chat, Message
 from genserve.sampling.logits_array import FloatArray

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from genserve.errors import ExportError
-from genserve.export.checkpoint import Checkpoint
+from genserve.export.checkpoints.checkpoint import Checkpoint
+from genserve.export.checkpoints.rows import Rows
 from genserve.export.reference import Positions, Reference, text_ids
-from genserve.export.rows import Rows
 from genserve.sampling.logits_array import FloatArray
 
 _LARGE = 1 << 25    # numbers of a weight that is not in memory as a whole

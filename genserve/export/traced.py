@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from genserve.errors import ExportError
-from genserve.export.checkpoint import Checkpoint
+from genserve.export.checkpoints.checkpoint import Checkpoint
 from genserve.export.decoder import Cache, Dimensions
 from genserve.export.export_options import ExportFormat, Precision, Progress
 from genserve.export.families import FAMILIES, architecture

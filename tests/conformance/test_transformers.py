@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from genserve import LLM
-from genserve.export.checkpoint import Checkpoint
 from genserve.export.checkpoint_reader import read_checkpoint
+from genserve.export.checkpoints.checkpoint import Checkpoint
 from genserve.export.pulling import cache_folder, fetch_gguf
 from genserve.export.source_model import source_model
 from tests.export.graphs import write_graph

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from genserve.export.checkpoints.quantized_checkpoint import METHODS
 from genserve.export.families import FAMILIES
-from genserve.export.gguf_architectures import GGUF_ARCHITECTURES
-from genserve.export.quantized_checkpoint import METHODS
-from genserve.export.text_part import WRAPPERS
+from genserve.export.families.text_part import WRAPPERS
+from genserve.export.gguf.architectures import GGUF_ARCHITECTURES
 
 ROOT = Path(__file__).parents[2]
 

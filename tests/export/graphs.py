@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from genserve.export.checkpoint import Checkpoint
 from genserve.export.checkpoint_reader import read_checkpoint
+from genserve.export.checkpoints.checkpoint import Checkpoint
 from genserve.export.conversion import Conversion
 from genserve.export.decoder import Dimensions
 from genserve.export.export_options import CacheType, ExportFormat, Precision, SilentProgress

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from genserve.cli.model_access import local_models
 from genserve.errors import ExportError
-from genserve.export.adapter_model import export_adapter
+from genserve.export.adapters.adapter_model import export_adapter
 from genserve.llm import LLM
 from tests.export.adapters import write_adapter
 from tests.export.ggufs import write_gguf, write_gguf_adapter

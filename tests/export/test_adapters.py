@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from genserve.errors import ExportError
-from genserve.export.adapter_reader import with_adapters
-from genserve.export.checkpoint import Checkpoint
+from genserve.export.adapters.adapter_reader import with_adapters
 from genserve.export.checkpoint_reader import read_checkpoint
+from genserve.export.checkpoints.checkpoint import Checkpoint
 from genserve.export.export_options import ExportFormat
 from genserve.export.quantization import resolve_precision
 from genserve.export.source_model import source_model

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 
 from genserve.errors import ExportError
-from genserve.export.attention_graph import has_function
+from genserve.export.graphs.attention_graph import has_function
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 from tests.export.graphs import WrittenGraph, conversion_of, write_conversion
 from tests.export.reference_operators import reference_evaluator

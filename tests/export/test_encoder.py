@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from genserve.errors import ExportError
 from genserve.export import KNOWN_ENCODERS, SilentProgress, is_encoder, pull_encoder
-from genserve.export.encoder import export_encoder
+from genserve.export.encoders.encoder import export_encoder
 from genserve.export.pulling import cache_folder, fetch_checkpoint
 from tests.support.command_line import invoke
 from tests.support.live_server import LiveServer

@@ -21,7 +21,7 @@ from genserve.errors import ExportError
 from genserve.export import SilentProgress, export_model, pull
 from genserve.export.checkpoint_reader import read_checkpoint
 from genserve.export.export_options import Unit
-from genserve.export.exportable import require_exportable
+from genserve.export.families.exportable import require_exportable
 from genserve.export.hub import locate
 from tests.export.ggufs import write_gguf
 from tests.export.quantized_folders import AWQ, Quantizer, quantized_folder

@@ -25,7 +25,7 @@ from genserve.export import ExportReport, Precision, SilentProgress, export_mode
 from genserve.export.decoder import Decoder
 from genserve.export.export_options import ExportFormat
 from genserve.export.families import FAMILIES, family_of
-from genserve.export.onnx_graph import OnnxGraphBuilder
+from genserve.export.graphs.onnx_graph import OnnxGraphBuilder
 from genserve.export.parity import forward_rows
 from tests.export.graphs import WrittenGraph, conversion_of, write_conversion, write_graph
 from tests.export.rows import BlockPool, Row

@@ -11,10 +11,10 @@ import pytest
 from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
-from genserve.export.checkpoint import StoredRows
+from genserve.export.checkpoints.checkpoint import StoredRows
+from genserve.export.checkpoints.rows import Rows
 from genserve.export.decoder_weights import DecoderWeights
 from genserve.export.fitted import fit_weights
-from genserve.export.rows import Rows
 from tests.export.graphs import write_graph
 from tests.support.tiny_llama import tiny_llama_checkpoint
 

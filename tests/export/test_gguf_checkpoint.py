@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from genserve.errors import ExportError
-from genserve.export.checkpoint import Checkpoint
 from genserve.export.checkpoint_reader import read_checkpoint
+from genserve.export.checkpoints.checkpoint import Checkpoint
+from genserve.export.checkpoints.expert_tensors import with_stacks
 from genserve.export.decoder import Attention, Decoder, LinearAttention, Rotary
-from genserve.export.expert_tensors import with_stacks
 from genserve.export.families import family_of
 from genserve.export.families.family import Unsupported
-from genserve.export.gguf_file import GgufFile
+from genserve.export.gguf.gguf_file import GgufFile
 from genserve.export.known_models import SMOLLM2_FILE
 from genserve.export.pulling import cache_folder
 from tests.export.ggufs import write_gguf

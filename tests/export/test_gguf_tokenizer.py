@@ -19,7 +19,7 @@ from transformers import Qwen2Tokenizer
 
 from genserve.errors import ExportError
 from genserve.export.checkpoint_reader import read_checkpoint
-from genserve.export.gguf_tokenizer import tokenizer_files
+from genserve.export.gguf.gguf_tokenizer import tokenizer_files
 from genserve.export.known_models import SMOLLM2_FILE
 from genserve.export.pulling import cache_folder
 from tests.export.ggufs import write_gguf

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from torch import nn, tensor
 
 from genserve.backends.onnx_session import register_kernels
+from genserve.export.checkpoints.rows import Rows
 from genserve.export.decoder import Activation
 from genserve.export.export_options import Precision
-from genserve.export.layers import FusedLayers, Layers, Linear, LinearKind, Norm, StandardLayers
-from genserve.export.onnx_graph import OnnxGraphBuilder
+from genserve.export.graphs.layers import FusedLayers, Layers, Linear, LinearKind, Norm, StandardLayers
+from genserve.export.graphs.onnx_graph import OnnxGraphBuilder
 from genserve.export.quantization import SCHEMES, scheme_of
-from genserve.export.rows import Rows
 
 # Largest error over the standard deviation of the product, from quantization.
 TOLERANCE: dict[Precision, float] = {"fp32": 1e-5, "fp16": 1e-2, "int8": 0.06, "int4": 0.6, "source": 0.06}
@@ -191,7 +191,7 @@ def test_a_large_weight_is_written_in_parts_with_the_same_bytes(
         return (tmp_path / name / "model.onnx.data").read_bytes()
 
     whole = written("whole", Rows.of(weight))
-    monkeypatch.setattr("genserve.export.rows._PART", 64 * 70)
+    monkeypatch.setattr("genserve.export.checkpoints.rows._PART", 64 * 70)
     assert written("parts", Rows(weight.shape, some_rows)) == whole
     assert len(read) >= 6
     # One part is written while the next is read, and gates and values are read one after the other.

@@ -11,7 +11,7 @@ from tritonclient.grpc import model_config_pb2
 
 from genserve.config.parse import parse_config
 from genserve.errors import ExportError
-from genserve.export.checkpoint import Checkpoint
+from genserve.export.checkpoints.checkpoint import Checkpoint
 from genserve.export.decoder import Cache, Dimensions
 from genserve.export.export_options import ExportFormat
 from genserve.export.layout import ModelLayout, stage_files

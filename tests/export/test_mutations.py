@@ -18,7 +18,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from genserve.export.checkpoint import Checkpoint
+from genserve.export.checkpoints.checkpoint import Checkpoint
+from genserve.export.checkpoints.rows import Rows
 from genserve.export.decoder import (
     Attention,
     Decoder,
@@ -29,13 +30,12 @@ from genserve.export.decoder import (
     Rotary,
     ShortConv,
 )
-from genserve.export.decoder_graph import write_decoder
-from genserve.export.decoder_module import DecoderModule
 from genserve.export.decoder_weights import DecoderWeights
-from genserve.export.layers import FusedLayers
-from genserve.export.onnx_graph import OnnxGraphBuilder
+from genserve.export.graphs.decoder_graph import write_decoder
+from genserve.export.graphs.decoder_module import DecoderModule
+from genserve.export.graphs.layers import FusedLayers
+from genserve.export.graphs.onnx_graph import OnnxGraphBuilder
 from genserve.export.quantization import SCHEMES
-from genserve.export.rows import Rows
 from genserve.sampling.logits_array import FloatArray
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 from tests.export.graphs import conversion_of

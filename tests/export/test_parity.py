@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from genserve.errors import ExportError
-from genserve.export.checkpoint import Checkpoint
 from genserve.export.checkpoint_reader import read_checkpoint
-from genserve.export.expert_tensors import with_stacks
+from genserve.export.checkpoints.checkpoint import Checkpoint
+from genserve.export.checkpoints.expert_tensors import with_stacks
 from genserve.export.export_options import Precision
 from genserve.export.parity import _BOUNDS, Parity, _compare, _require_within, check_parity
 from genserve.export.reference import Reference
@@ -51,7 +51,7 @@ def test_large_weights_are_run_in_parts(tmp_path: Path, monkeypatch: pytest.Monk
     checkpoint = conversion_of(source).layout.checkpoint
     whole = reference_of(checkpoint)
     monkeypatch.setattr("genserve.export.source_model._LARGE", 64 * 64)
-    monkeypatch.setattr("genserve.export.rows._PART", 64 * 64)
+    monkeypatch.setattr("genserve.export.checkpoints.rows._PART", 64 * 64)
     parts = reference_of(checkpoint)
     np.testing.assert_allclose(parts.hidden, whole.hidden, atol=1e-5)
     np.testing.assert_allclose(all_logits(parts), all_logits(whole), atol=1e-5)

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from genserve.errors import ExportError, GenserveError
 from genserve.export import ExportReport, FileFormat, SilentProgress, export_model
+from genserve.export.checkpoints.rows import Rows
 from genserve.export.decoder import Attention, Decoder, Layer
 from genserve.export.decoder_weights import DecoderWeights
 from genserve.export.pipeline_stages import split_layers
 from genserve.export.quantization import SCHEMES
-from genserve.export.rows import Rows
 from genserve.llm import LLM
 from genserve.repository.index import scan
 from genserve.repository.model_validation import repository_diagnostics

@@ -16,13 +16,13 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from genserve.errors import ExportError
 from genserve.export import SilentProgress, export_model
-from genserve.export.checkpoint import Checkpoint
 from genserve.export.checkpoint_reader import read_checkpoint
-from genserve.export.expert_tensors import with_stacks
+from genserve.export.checkpoints.checkpoint import Checkpoint
+from genserve.export.checkpoints.expert_tensors import with_stacks
+from genserve.export.checkpoints.quantized_checkpoint import dequantized
+from genserve.export.checkpoints.rows import Rows
+from genserve.export.checkpoints.stored_weight import _floats, joined
 from genserve.export.export_options import Precision
-from genserve.export.quantized_checkpoint import dequantized
-from genserve.export.rows import Rows
-from genserve.export.stored_weight import _floats, joined
 from tests.export import quantized_folders
 from tests.export.graphs import conversion_of, write_graph
 from tests.export.quantized_folders import (

@@ -15,13 +15,13 @@ from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from genserve.errors import ExportError
-from genserve.export.checkpoint import StoredRows
 from genserve.export.checkpoint_reader import read_checkpoint
+from genserve.export.checkpoints.checkpoint import StoredRows
+from genserve.export.checkpoints.rows import Rows
+from genserve.export.checkpoints.stored_weight import joined
 from genserve.export.decoder_weights import DecoderWeights, TensorSource
 from genserve.export.export_options import Precision
-from genserve.export.gguf_file import GgufFile
-from genserve.export.rows import Rows
-from genserve.export.stored_weight import joined
+from genserve.export.gguf.gguf_file import GgufFile
 from genserve.kernels.blocks import BLOCK_FORMATS
 from tests.export.ggufs import write_gguf
 from tests.export.graphs import conversion_of, write_graph

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from genserve.export.text_part import WRAPPERS
+from genserve.export.families.text_part import WRAPPERS
 from tests.export.graphs import write_graph
 from tests.export.test_families import MAX_DIFFERENCE, chunked_logits, random_ids
 from tests.export.tiny_models import TINY_MODELS, randomize, tiny_checkpoint

@@ -1,7 +1,7 @@
 """Family: describes a class of architectures, by which checkpoints are turned into graphs.
 
 A family has names of fields and tensors, and arithmetic on the values of a config. It adds no operator to a
-graph: what a layer does is a value (`decoder.py`), and `decoder_graph.py` writes the graphs of all of them.
+graph: what a layer does is a value (`decoder.py`), and `graphs/decoder_graph.py` writes the graphs of all.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from genserve.errors import ExportError
-from genserve.export.checkpoint import Checkpoint
+from genserve.export.checkpoints.checkpoint import Checkpoint
+from genserve.export.checkpoints.expert_tensors import TransposedStacks
 from genserve.export.decoder import Activation, Decoder, Rotary
 from genserve.export.decoder_weights import DecoderWeights, TensorMap
-from genserve.export.expert_tensors import TransposedStacks
 
 # The activations by their names in transformers.
 _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.export.checkpoint import StoredRows
-from genserve.export.rows import Rows
+from genserve.export.checkpoints.checkpoint import StoredRows
+from genserve.export.checkpoints.rows import Rows
 from genserve.kernels.blocks import BLOCK_FORMATS, q4z_rows
 from genserve.sampling.logits_array import FloatArray
 

@@ -23,8 +23,8 @@ import torch
 from genserve.backends.encoder import normalized, pool
 from genserve.backends.onnx_session import CPU_PROVIDER, open_session
 from genserve.errors import ExportError
-from genserve.export.encoder_graph import write_graph
-from genserve.export.encoder_source import Encoder, EncoderModule, read_encoder
+from genserve.export.encoders.encoder_graph import write_graph
+from genserve.export.encoders.encoder_source import Encoder, EncoderModule, read_encoder
 from genserve.export.export_options import EncoderReport, Pooling, Precision, Progress
 from genserve.export.model_folders import EncoderFolders, install_encoder, writing_into
 from genserve.files import staging_folder
@@ -32,8 +32,8 @@ from genserve.sampling.logits_array import FloatArray
 from genserve.text.tokenizer import Tokenizer
 from genserve.textmodel.logits_config import PARITY_FILE
 
-_TEMPLATES = Path(__file__).parent / "templates"
-_TEXTS = Path(__file__).parent / "texts"
+_TEMPLATES = Path(__file__).parents[1] / "templates"
+_TEXTS = Path(__file__).parents[1] / "texts"
 _BATCH = 32
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 _NUM_TEXTS = 16     # that are compared with the source

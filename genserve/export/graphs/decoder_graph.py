@@ -41,14 +41,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from onnx import TensorProto
 
-from genserve.export.altup_graph import AltUpWriter
-from genserve.export.attention_graph import AttentionWriter, is_prepared, reads_positions
 from genserve.export.decoder import Decoder, LinearAttention, PerLayer, ShortConv
 from genserve.export.decoder_weights import DecoderWeights
-from genserve.export.layers import KERNEL_ACTIVATIONS, DecoderLayer, ExpertsLayer, Layers, Linear
-from genserve.export.mixer_graph import MixerWriter
-from genserve.export.onnx_graph import Dims
-from genserve.export.role_writer import Kept, RoleWriter
+from genserve.export.graphs.altup_graph import AltUpWriter
+from genserve.export.graphs.attention_graph import AttentionWriter, is_prepared, reads_positions
+from genserve.export.graphs.layers import KERNEL_ACTIVATIONS, DecoderLayer, ExpertsLayer, Layers, Linear
+from genserve.export.graphs.mixer_graph import MixerWriter
+from genserve.export.graphs.onnx_graph import Dims
+from genserve.export.graphs.role_writer import Kept, RoleWriter
 from genserve.sampling.logits_array import FloatArray
 
 

@@ -86,7 +86,7 @@ def _started(base: str, *, repository: Path) -> Iterator[TextModel]:
 
 def _convert(path: Path, folder: Path, *, base: TextModel, graphs: Sequence[LogitsGraph]) -> None:
     """Convert the adapter in a GGUF file to PEFT's format."""
-    from genserve.export.gguf_adapter import convert_gguf_adapter
+    from genserve.export.adapters.gguf_adapter import convert_gguf_adapter
 
     targets = {role: target for graph in graphs for role, target in graph.adapter_targets.items()}
     (num_kv_heads, head_dim, *_), _ = next(iter(graphs[0].token_shapes.values()))

@@ -7,8 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from genserve.errors import ExportError
-from genserve.export.checkpoint import Checkpoint
-from genserve.export.quantized_formats import BITS, QuantizedTensors, TensorReader, is_part, module_of
+from genserve.export.checkpoints.checkpoint import Checkpoint
+from genserve.export.checkpoints.quantized_formats import (
+    BITS,
+    QuantizedTensors,
+    TensorReader,
+    is_part,
+    module_of,
+)
 from genserve.kernels.blocks import BLOCK_FORMATS
 from genserve.sampling.logits_array import FloatArray
 

@@ -15,7 +15,7 @@ import onnx
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from genserve.export.encoder_source import Encoder, EncoderModule
+from genserve.export.encoders.encoder_source import Encoder, EncoderModule
 from genserve.export.export_options import Precision
 from genserve.kernels.packing import WeightFormat, pack_quantized, quantize
 from genserve.sampling.logits_array import FloatArray

@@ -11,7 +11,7 @@ from gguf import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from genserve.errors import ExportError
-from genserve.export.gguf_pre_tokenizers import PRE_TOKENIZERS
+from genserve.export.gguf.pre_tokenizers import PRE_TOKENIZERS
 
 _SPACE = "\u2581"   # SentencePiece writes a space as this character
 

@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 
 from genserve.errors import ExportError
-from genserve.export.adapter import Adapter, Difference, LowRank, Replacement, merged
-from genserve.export.checkpoint import Checkpoint
+from genserve.export.adapters.adapter import Adapter, Difference, LowRank, Replacement, merged
+from genserve.export.adapters.gguf_adapter import read_gguf_adapter
 from genserve.export.checkpoint_reader import (
     Tensors,
     open_safetensors_file,
     present_tokenizer_files,
     read_json,
 )
+from genserve.export.checkpoints.checkpoint import Checkpoint
 from genserve.export.families import family_of
-from genserve.export.gguf_adapter import read_gguf_adapter
-from genserve.export.text_part import TEXT_PREFIXES
+from genserve.export.families.text_part import TEXT_PREFIXES
 from genserve.sampling.logits_array import FloatArray
 from genserve.textmodel.peft_adapter import (
     CONFIG,

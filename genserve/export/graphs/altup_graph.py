@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from genserve.export.decoder import AltUp
-from genserve.export.role_writer import RoleWriter
+from genserve.export.graphs.role_writer import RoleWriter
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from genserve.errors import ExportError
-from genserve.export.adapter import Adapter, LowRank, Replacement
-from genserve.export.checkpoint import Checkpoint
+from genserve.export.adapters.adapter import Adapter, LowRank, Replacement
+from genserve.export.checkpoints.checkpoint import Checkpoint
 from genserve.export.families import FAMILIES, family_of
 from genserve.export.families.family import Family
-from genserve.export.gguf_architectures import GGUF_ARCHITECTURES
-from genserve.export.gguf_checkpoint import module_names
-from genserve.export.gguf_file import GgufFile, GgufTensor
+from genserve.export.gguf.architectures import GGUF_ARCHITECTURES
+from genserve.export.gguf.gguf_checkpoint import module_names
+from genserve.export.gguf.gguf_file import GgufFile, GgufTensor
 from genserve.sampling.logits_array import FloatArray
 from genserve.textmodel.peft_adapter import CONFIG, PREFIX, WEIGHTS, merge_remedy
 

@@ -15,16 +15,16 @@ from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 from numpy.typing import NDArray
 
 from genserve.errors import ExportError
-from genserve.export.checkpoint import Checkpoint, StoredRows
+from genserve.export.checkpoints.checkpoint import Checkpoint, StoredRows
+from genserve.export.checkpoints.grouped_weight import FP4_CODES, FP4_ZERO, GroupedWeight, half_powers
+from genserve.export.checkpoints.rows import Rows
 from genserve.export.decoder_weights import TensorSource, tensor_sources
-from genserve.export.exportable import EXPERTS, LATENT, RECURRENT, refusal
 from genserve.export.families import FAMILIES
+from genserve.export.families.exportable import EXPERTS, LATENT, RECURRENT, refusal
 from genserve.export.families.family import Family
-from genserve.export.gguf_architectures import GGUF_ARCHITECTURES, GgufArchitecture, GgufHeader, common_config
-from genserve.export.gguf_file import GgufFile, GgufTensor
-from genserve.export.gguf_tokenizer import tokenizer_files
-from genserve.export.grouped_weight import FP4_CODES, FP4_ZERO, GroupedWeight, half_powers
-from genserve.export.rows import Rows
+from genserve.export.gguf.architectures import GGUF_ARCHITECTURES, GgufArchitecture, GgufHeader, common_config
+from genserve.export.gguf.gguf_file import GgufFile, GgufTensor
+from genserve.export.gguf.gguf_tokenizer import tokenizer_files
 from genserve.kernels.blocks import BLOCK_FORMATS
 from genserve.sampling.logits_array import FloatArray
 

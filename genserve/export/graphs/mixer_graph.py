@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from genserve.export.decoder import LinearAttention, ShortConv, StateSizes
-from genserve.export.onnx_graph import Dims
-from genserve.export.role_writer import RoleWriter
+from genserve.export.graphs.onnx_graph import Dims
+from genserve.export.graphs.role_writer import RoleWriter
 from genserve.sampling.logits_array import FloatArray
 
 # The inputs of a graph that describe the slots of its sequences' states, in the order of the operators.

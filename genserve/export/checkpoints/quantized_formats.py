@@ -31,8 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genserve.errors import ExportError
-from genserve.export.checkpoint import Checkpoint, StoredRows
-from genserve.export.grouped_weight import FP4_CODES, FP4_ZERO, GroupedWeight, half_powers
+from genserve.export.checkpoints.checkpoint import Checkpoint, StoredRows
+from genserve.export.checkpoints.grouped_weight import FP4_CODES, FP4_ZERO, GroupedWeight, half_powers
 from genserve.sampling.logits_array import FloatArray
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from genserve.export.decoder import (
     Rotary,
     alibi_slopes,
 )
-from genserve.export.layers import SEQUENCE_INPUTS, Linear, Norm
-from genserve.export.onnx_graph import Dims
-from genserve.export.role_writer import RoleWriter
+from genserve.export.graphs.layers import SEQUENCE_INPUTS, Linear, Norm
+from genserve.export.graphs.onnx_graph import Dims
+from genserve.export.graphs.role_writer import RoleWriter
 
 _ATTENTION_INPUTS = (
     "query", "key_cache", "value_cache", *SEQUENCE_INPUTS,

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genserve.export.families.family import require
-from genserve.export.gguf_file import GgufTensor
+from genserve.export.gguf.gguf_file import GgufTensor
 from genserve.sampling.logits_array import FloatArray
 
 Config = dict[str, Any]

@@ -17,11 +17,11 @@ from typing import Literal, Self
 import numpy as np
 
 from genserve.errors import ExportError
-from genserve.export.checkpoint import Checkpoint
+from genserve.export.checkpoints.checkpoint import Checkpoint
+from genserve.export.checkpoints.rows import Rows
 from genserve.export.decoder_weights import tensor_sources
 from genserve.export.families import family_of
 from genserve.export.families.family import Unsupported
-from genserve.export.rows import Rows
 from genserve.sampling.logits_array import FloatArray
 
 logger = logging.getLogger(__name__)

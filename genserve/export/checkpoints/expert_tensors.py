@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from genserve.export.checkpoint import Checkpoint
+from genserve.export.checkpoints.checkpoint import Checkpoint
 from genserve.sampling.logits_array import FloatArray
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)\.(weight|bias)")

@@ -12,8 +12,8 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize, quantize
 from numpy.typing import NDArray
 
 from genserve.errors import ExportError
-from genserve.export.checkpoint import StoredRows
-from genserve.export.rows import Rows, joined_rows
+from genserve.export.checkpoints.checkpoint import StoredRows
+from genserve.export.checkpoints.rows import Rows, joined_rows
 from genserve.kernels.blocks import BLOCK_FORMATS, pack_blocks, q4z_values
 from genserve.sampling.logits_array import FloatArray
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genserve.errors import ExportError
-from genserve.export.rows import Rows
+from genserve.export.checkpoints.rows import Rows
 from genserve.sampling.logits_array import FloatArray
 
 

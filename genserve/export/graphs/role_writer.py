@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from genserve.export.checkpoints.rows import Rows, joined_rows
+from genserve.export.checkpoints.stored_weight import StoredWeight, joined
 from genserve.export.decoder import Attention, Decoder
 from genserve.export.decoder_weights import DecoderWeights
-from genserve.export.layers import Layers, Linear, LinearKind, Norm
-from genserve.export.onnx_graph import OnnxGraphBuilder
-from genserve.export.rows import Rows, joined_rows
-from genserve.export.stored_weight import StoredWeight, joined
+from genserve.export.graphs.layers import Layers, Linear, LinearKind, Norm
+from genserve.export.graphs.onnx_graph import OnnxGraphBuilder
 from genserve.sampling.logits_array import FloatArray
 
 # Whether a weight has all numbers of the checkpoint, by role.

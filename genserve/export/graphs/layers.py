@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genserve.errors import ExportError
+from genserve.export.checkpoints.rows import Rows
+from genserve.export.checkpoints.stored_weight import StoredWeight
 from genserve.export.decoder import Activation, Experts
-from genserve.export.onnx_graph import OnnxGraphBuilder
+from genserve.export.graphs.onnx_graph import OnnxGraphBuilder
 from genserve.export.quantization import QuantizationScheme
-from genserve.export.rows import Rows
-from genserve.export.stored_weight import StoredWeight
 from genserve.kernels.packing import WeightFormat, pack_float32, pack_quantized, quantize
 from genserve.sampling.logits_array import FloatArray
 

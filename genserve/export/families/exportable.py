@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from genserve.errors import ExportError
+from genserve.export.checkpoints.quantized_checkpoint import quantization_of, require_readable
 from genserve.export.families import FAMILIES, architecture
 from genserve.export.families.family import Unsupported
-from genserve.export.quantized_checkpoint import quantization_of, require_readable
-from genserve.export.text_part import text_config
+from genserve.export.families.text_part import text_config
 
 EXPERTS = "a mixture of experts, which is not supported"
 RECURRENT = "layers with recurrent state instead of attention, which are not supported"

@@ -1,0 +1,1 @@
+"""Checkpoints: reads trained models from folders, files and the hub."""

@@ -1,0 +1,1 @@
+"""Encoders: models of vectors and scores of texts."""

@@ -1,0 +1,1 @@
+"""GGUF: reads the checkpoints and adapters of llama.cpp."""

@@ -1,0 +1,1 @@
+"""Graphs: write a decoder as ONNX or TorchScript."""
