@@ -51,7 +51,7 @@ def test_a_receipt_verifies_and_a_changed_byte_is_found(precision, tiny_checkpoi
         file.write_text(json.dumps(receipt))
         command = [SCRIPT, emulated, "-m", "genserve", "verify", file, "--model-repository", repository]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
-        return ran.returncode, ran.stdout + ran.stderr
+        return ran.returncode, ran.stderr + ran.stdout     # of the set-up, too
 
     code, printed = verify(dict(receipt))
     assert (code, printed.splitlines()[-1]) == (0, "equal: 12 tokens and their logits")
