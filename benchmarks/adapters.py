@@ -3,7 +3,8 @@
     python benchmarks/adapters.py --model-repository model_repository --model smollm2
 
 loads random adapters of all linear layers, lets the streams of a round have adapters in turn, and measures
-rounds with and without adapters alternately. Prints a table in Markdown.
+rounds with and without adapters alternately. Rounds before these bring all prompts into the prefix cache,
+which has them for each adapter apart. Prints a table in Markdown.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64, help="of each stream")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=8)
     args = parser.parse_args()
     repository = Repository([args.model_repository])
     repository.start()
@@ -119,12 +120,13 @@ def main() -> None:
             model.adapters.load(name, Path(scratch) / name)
         load_s = (time.perf_counter() - started_s) / len(names)
         rounds: dict[str, list[float]] = {"without": [], "with": []}
-        for number in range(args.rounds + 1):       # the first one warms up
+        num_unmeasured = -(-args.adapters // args.used)     # so many rounds have had all adapters
+        for number in range(num_unmeasured + args.rounds):
             first = number * args.used
             used = [names[(first + stream % args.used) % len(names)] for stream in range(args.streams)]
             for side, adapters in (("without", [None] * args.streams), ("with", used)):
                 speed = tokens_per_s(model, adapters, num_tokens=args.tokens)
-                if number:
+                if number >= num_unmeasured:
                     rounds[side].append(speed)
     repository.close()
     ratios = [mine / other for mine, other in zip(rounds["with"], rounds["without"], strict=True)]
