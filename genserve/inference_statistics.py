@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from genserve.errors import GenserveError, InferenceError, Status
+from genserve.errors import GenserveError, InferenceError, Overloaded, Status
 from genserve.histogram import Histogram
 from genserve.inference import Inference
 
@@ -164,6 +164,6 @@ def _reason(inference: Inference, error: GenserveError) -> FailureReason:
         return FailureReason.CANCELED
     if inference.parts:
         return FailureReason.OTHER  # for an ensemble; its step has the reason
-    if not inference.started_ns:
+    if not inference.started_ns or isinstance(error, Overloaded):   # an engine has a queue of its own
         return FailureReason.REJECTED
     return FailureReason.BACKEND

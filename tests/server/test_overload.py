@@ -19,6 +19,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from genserve.client import Client
 from genserve.errors import Overloaded
+from genserve.inference_statistics import FailureReason
 from tests.server.gated import TGI, Gated, gated
 from tests.support.live_server import LiveServer, wait_until
 
@@ -123,6 +124,9 @@ def test_a_queue_timeout_is_429_before_the_first_byte_on_every_route(
         status, headers, content = answer_of(client)
     check_rejection(path, status, headers, content)
     assert impatient.rejections("queue_timeout") == 1
+    if path.startswith("/v2/"):
+        failures = impatient.live.server.services.repository.find("tiny", -1).statistics.failures
+        assert {reason: count for reason, count in failures.items() if count} == {FailureReason.REJECTED: 1}
 
 
 def test_requests_in_preparation_count_against_the_queue_on_every_route(
