@@ -128,7 +128,7 @@ class AcquiredAdapter:
     info: AdapterInfo
     num_users: int
     priority: int
-    on_change: Callable[[], None]
+    on_change: Callable[[], None] = lambda: None
     slot: _Slot | None = None               # None: it waits for room
 
     @property
@@ -139,12 +139,14 @@ class AcquiredAdapter:
     @property
     def is_ready(self) -> bool:
         """See `LogitsAdapter`."""
-        return self.slot is not None and self.slot.graphs is not None
+        slot = self.slot        # which the thread that packs may take away
+        return slot is not None and slot.graphs is not None
 
     @property
     def error(self) -> GenserveError | None:
         """See `LogitsAdapter`."""
-        return None if self.slot is None else self.slot.error
+        slot = self.slot
+        return None if slot is None else slot.error
 
     @property
     def graphs(self) -> Sequence[PackedAdapter]:
@@ -251,17 +253,17 @@ class Adapters:
             name: the adapter.
             count: the number of sequences that use it.
             priority: the rank in the queue for room; the adapter with the lowest value is first.
-            on_change: called on any thread, and without waiting, when it is in memory or cannot be.
+            on_change: called on any thread, and without waiting, when it is in memory or cannot be, unless
+                that is so already.
 
         Raises:
             ModelNotFound: there is no adapter of this name.
         """
         with self._changed:
-            acquired = AcquiredAdapter(
-                info=self.get(name), num_users=count, priority=priority, on_change=on_change
-            )
+            acquired = AcquiredAdapter(info=self.get(name), num_users=count, priority=priority)
             insort(self._waiting, acquired, key=lambda each: each.priority)
             self._update()
+            acquired.on_change = on_change
         return acquired
 
     def release(self, acquired: AcquiredAdapter) -> None:
@@ -280,7 +282,9 @@ class Adapters:
         for info in [each for each in self._unused() if self._known.get(each.name) is not each]:
             del self._slots[info]
         while self._waiting and self._give_room(self._waiting[0]):
-            del self._waiting[0]
+            first = self._waiting.pop(0)
+            if first.is_ready:
+                first.on_change()
         self._changed.notify_all()
 
     def _give_room(self, acquired: AcquiredAdapter) -> bool:
@@ -306,7 +310,7 @@ class Adapters:
         error: GenserveError | None = None
         try:
             graphs = self._pack_again(info)
-        except ModelFailed as failure:
+        except (ModelFailed, ModelNotReady) as failure:
             error = failure
         except Exception:
             logger.exception("an adapter was not packed")
@@ -353,15 +357,13 @@ class Adapters:
         return (info for info, slot in self._slots.items() if slot.graphs is not None and not slot.users)
 
     def _pack_again(self, info: AdapterInfo) -> Sequence[PackedAdapter]:
+        _check_files(info)
         try:
-            if _file_states(info.folder) == info.file_states:
-                return self._packed(PeftAdapter(info.folder))
+            packed = self._packed(PeftAdapter(info.folder))
         except RepositoryError as error:
             raise ModelFailed(error.message, remedy=error.remedy) from error
-        raise ModelFailed(
-            f"the files of the adapter {info.name!r} in {info.folder} have changed since it was loaded",
-            remedy="load it again",
-        )
+        _check_files(info)      # they may be written while they are read
+        return packed
 
     def _read(self, name: str, folder: Path) -> tuple[AdapterInfo, Sequence[PackedAdapter]]:
         states = _file_states(folder)
@@ -379,6 +381,11 @@ class Adapters:
             loaded_s=time.time(),
             file_states=states,
         )
+        if _file_states(folder) != states:      # the digest may be that of other files than were packed
+            raise RepositoryError(
+                f"the files of the adapter in {folder} have changed while they were read",
+                remedy="load it when they are written",
+            )
         return info, packed
 
     def _packed(self, peft: PeftAdapter) -> Sequence[PackedAdapter]:
@@ -471,6 +478,14 @@ def _of_another_model(peft: PeftAdapter, problem: str) -> RepositoryError:
     return RepositoryError(
         problem, remedy="load it with the model that it was trained on" + (f": {base}" if base else "")
     )
+
+
+def _check_files(info: AdapterInfo) -> None:
+    if _file_states(info.folder) != info.file_states:
+        raise ModelNotReady(
+            f"the files of the adapter {info.name!r} in {info.folder} have changed since it was loaded",
+            remedy="load it again",
+        )
 
 
 def _file_states(folder: Path) -> Sequence[tuple[int, int, int]]:

@@ -24,7 +24,7 @@ from genserve.engine.delta_streams import DeltaStream
 from genserve.engine.engine_request import Request
 from genserve.engine.logits_model import ForwardBatch
 from genserve.engine.prefix_cache import root_key
-from genserve.errors import ModelFailed, ModelNotFound, ModelNotReady, Overloaded, RepositoryError
+from genserve.errors import ModelNotFound, ModelNotReady, Overloaded, RepositoryError
 from genserve.export.export_options import ExportFormat, Precision
 from genserve.generation_metrics import Metrics
 from genserve.repository.repository import Repository
@@ -449,7 +449,9 @@ def test_an_adapter_that_is_unloaded_or_broken_ends_the_wait_for_it(
     known.release(held)
     assert [changes.get(timeout=60), changes.get(timeout=60)] == ["b", "c"]
     assert isinstance(b.error, ModelNotReady)
-    assert isinstance(c.error, ModelFailed)
+    assert "was unloaded" in b.error.message
+    assert isinstance(c.error, ModelNotReady)
+    assert "have changed since it was loaded" in c.error.message
     assert acquired(known, "a").is_ready
 
 
@@ -479,6 +481,52 @@ def test_who_waits_for_an_adapter_gets_the_new_one_if_its_files_are_replaced(
         known.release(each)
     assert not known._waiting
     assert [*known._slots] == [new]
+
+
+def test_who_waits_hears_of_a_new_adapter_that_is_in_memory_already(
+    base: Path, adapters: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(adapters[0], tmp_path / "adapter"))
+    logits = write_graph(base, tmp_path / "graph").logits(max_num_seqs=1, max_length=64)
+    known = adapters_of(logits, max_loaded=2)
+    for name in "cab":
+        known.load(name, folder if name == "c" else adapters[1])
+    opened, pack = threading.Event(), known._pack_again
+
+    def gated(found: Any) -> Any:
+        assert opened.wait(60)
+        return pack(found)
+
+    monkeypatch.setattr(known, "_pack_again", gated)
+    changed = threading.Event()
+    waiting = known.acquire("c", on_change=changed.set)
+    with_config(lora_alpha=12)(folder)
+    new = known.load("c", folder)       # while the old files are read
+    assert not changed.is_set()
+    opened.set()
+    assert changed.wait(60)
+    assert (waiting.error, waiting.sha256, waiting.is_ready) == (None, new.sha256, True)
+
+
+def test_an_adapter_that_is_written_while_it_is_read_is_rejected(
+    base: Path, adapters: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(adapters[0], tmp_path / "adapter"))
+    logits = write_graph(base, tmp_path / "graph").logits(max_num_seqs=1, max_length=64)
+    known = adapters_of(logits, max_loaded=1)
+    known.load("a", folder)
+    known.load("b", adapters[1])
+    pack = known._packed
+
+    def written(peft: Any) -> Any:
+        packed = pack(peft)
+        with_config(lora_alpha=12)(folder)
+        return packed
+
+    monkeypatch.setattr(known, "_packed", written)
+    assert isinstance(acquired(known, "a").error, ModelNotReady)
+    with pytest.raises(RepositoryError, match="while they were read"):
+        known.load("c", folder)
 
 
 def test_requests_that_wait_for_adapters_hold_up_no_other(
@@ -621,7 +669,7 @@ def test_files_that_change_are_not_read_again(base: Path, adapters: list[Path], 
     known.load("a", folder)
     known.load("b", adapters[1])
     with_config(lora_alpha=12)(folder)
-    assert isinstance(acquired(known, "a").error, ModelFailed)
+    assert isinstance(acquired(known, "a").error, ModelNotReady)
     before = known.get("a").sha256
     assert known.load("a", folder).sha256 != before
     assert acquired(known, "a").is_ready
