@@ -325,7 +325,7 @@ def _rotates_first(attention: Attention) -> bool:
 
 
 def is_prepared(attention: Attention) -> bool:
-    """Whether operators of ONNX change queries, keys or values before our attention."""
+    """Whether other operators change queries, keys or values before our attention."""
     has_norm = attention.head_norm is not None and not _is_kernel_norm(attention)
     return has_norm or attention.clip is not None or attention.query_scale is not None
 

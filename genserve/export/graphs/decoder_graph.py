@@ -1,7 +1,7 @@
 """Decoder graph: writes the ONNX graph of any decoder, from its description and its weights.
 
 A layer is one DecoderLayer node where that operator supports it, or else a PagedAttention node between linear
-layers, with operators of ONNX for what neither supports. A layer with recurrent states has CausalConv and
+layers, with other operators for what neither supports. A layer with recurrent states has CausalConv and
 LinearAttention in place of attention, or beside it. Attention is MHA, GQA or MQA, by the number of
 kv_heads.
 

@@ -52,7 +52,7 @@ class Norm:
     kind: Literal["rms", "layer"]
     epsilon: float
     weight: FloatArray                      # [columns / num_groups] or [num_groups, columns / num_groups]
-    bias: FloatArray | None                 # [columns / num_groups]
+    bias: FloatArray | None                 # [columns / num_groups]; None if each group has its own weight
     num_groups: int = 1                     # of columns, each normed by itself, such as heads
     smoothing: FloatArray | None = None     # the factors by which its outputs were divided
 
@@ -327,7 +327,8 @@ class FusedLayers(Layers):
     ) -> str:
         """See `Layers.activated`."""
         parameters: dict[str, float] = {}
-        if xielu is not None:
+        if activation == "xielu":
+            assert xielu is not None
             parameters = dict(zip(("alpha_p", "alpha_n", "beta"), xielu.tolist(), strict=True))
         return self.graph.node(
             "Activation",
