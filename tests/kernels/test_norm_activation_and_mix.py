@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
 from torch.nn import functional
 
 from tests.kernels.c_types import Error, Tensor, Threads, instruction_sets, library
+from tests.kernels.test_linear_session import run, session_of
 
 Array = NDArray[np.float32]
 NORMS = ["", "rms", "layer"]
@@ -152,8 +154,10 @@ def test_wrong_inputs_are_refused() -> None:
         norm("", [x, weight, bias, residual])
     with pytest.raises(ValueError, match="12 columns make no 5 groups"):
         norm("rms", [x, weight, bias, residual], num_groups=5)
-    with pytest.raises(ValueError, match=r"weight has shape \[11\], not \[12\]"):
-        norm("rms", [x, weight[:-1].copy(), bias, residual])
+    with pytest.raises(ValueError, match=r"x has shape \[2, 12\], not \[any, 11\]"):
+        norm("rms", [x, weight[:-1].copy(), None, residual])
+    with pytest.raises(ValueError, match=r"bias has shape \[11\], not \[12\]"):
+        norm("rms", [x, weight, bias[:-1].copy(), residual])
     with pytest.raises(ValueError, match="residual has shape"):
         norm("rms", [x, weight, bias, residual[:1].copy()])
     with pytest.raises(ValueError, match="matrices has shape"):
@@ -162,3 +166,54 @@ def test_wrong_inputs_are_refused() -> None:
         activation("silu", [x, residual[:1].copy()])
     with pytest.raises(ValueError, match="clamped_swiglu"):
         activation("clamped_swiglu", [x, None])
+
+
+def model_of(op: str, inputs: Sequence[str], constants: dict[str, Array], **attributes: Any) -> bytes:
+    """A graph of one node, whose inputs are constants or the graph's."""
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("genserve", 1)]
+    node = helper.make_node(op, inputs, ["y"], domain="genserve", **attributes)
+    given = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
+        for name in inputs
+        if name and name not in constants
+    ]
+    output = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    tensors = [numpy_helper.from_array(value, name) for name, value in constants.items()]
+    graph = helper.make_graph([node], "graph", given, [output], tensors)
+    model: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
+    return model
+
+
+def test_a_session_computes_the_same() -> None:
+    x, weight, bias, residual = norm_inputs(70, 6 * 170)
+    names = ["x", "weight", "", "residual"]
+    model = model_of("Norm", names, {"weight": weight}, norm="layer", num_groups=6, epsilon=1e-5)
+    expected = norm("layer", [x, weight, None, residual], num_groups=6)
+    np.testing.assert_array_equal(run(session_of(model), x=x, residual=residual), expected)
+    model = model_of("Norm", ["x", "weight", "bias"], {"bias": bias}, norm="rms")
+    expected = norm("rms", [x, weight, bias, None])
+    np.testing.assert_array_equal(run(session_of(model), x=x, weight=weight), expected)
+    parameters = dict(zip(("alpha_p", "alpha_n", "beta"), XIELU, strict=True))
+    model = model_of("Activation", ["x", "factor"], {}, activation="xielu", **parameters)
+    expected = activation("xielu", [x, residual])
+    np.testing.assert_array_equal(run(session_of(model), x=x, factor=residual), expected)
+    streams, matrices = x.reshape(70, 6, 170), random(70, 6, 6)
+    model = model_of("StreamMix", ["x", "matrices"], {})
+    expected = call("stream_mix", None, [streams, matrices])
+    np.testing.assert_array_equal(run(session_of(model), x=streams, matrices=matrices), expected)
+
+
+@pytest.mark.parametrize(
+    ("op", "attributes", "message"),
+    [
+        ("Norm", {}, "norm is missing"),
+        ("Norm", {"norm": "batch"}, 'norm is "batch", which is not known'),
+        ("Norm", {"norm": "rms", "num_groups": 0}, "12 columns make no 0 groups"),
+        ("Norm", {"norm": "rms", "num_groups": 5}, "12 columns make no 5 groups"),
+        ("Activation", {"activation": "clamped_swiglu"}, "of experts only"),
+        ("Activation", {"activation": "tanh"}, 'activation is "tanh", which is not known'),
+    ],
+)
+def test_wrong_attributes_are_refused_at_load(op: str, attributes: dict[str, Any], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        session_of(model_of(op, ["x", "weight"], {"weight": random(12)}, **attributes))

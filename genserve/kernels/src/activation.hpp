@@ -47,9 +47,12 @@ GENSERVE_INLINE f32x16 xielu(const ActivationAttributes& a, f32x16 x) {
   return curve + a.beta * x;
 }
 
+inline bool check_attributes(const ActivationAttributes& a, Error& error) {
+  return a.activation != Activation::kClampedSwiglu || error.set("\"clamped_swiglu\" is an activation of experts only");
+}
+
 inline bool check_activation(const ActivationAttributes& a, const ActivationInputs& in, Error& error) {
-  if (a.activation == Activation::kClampedSwiglu) return error.set("\"clamped_swiglu\" is an activation of experts only");
-  return check(in.x, "x", Type::kFloat32, error, kAny, kAny) &&
+  return check_attributes(a, error) && check(in.x, "x", Type::kFloat32, error, kAny, kAny) &&
          check_optional(in.factor, "factor", Type::kFloat32, error, in.x.shape[0], in.x.shape[1]);
 }
 

@@ -73,15 +73,21 @@ struct NormInputs {
   Tensor residual;      // [T, columns]
 };
 
-inline bool check_norm(const NormAttributes& a, const NormInputs& in, Error& error) {
+// Whether attributes, weight and bias make a norm.
+inline bool check_norm_weights(const NormAttributes& a, const NormInputs& in, Error& error) {
   if (a.norm == Norm::kNone) return error.set("norm is missing");
-  if (!check(in.x, "x", Type::kFloat32, error, kAny, kAny)) return false;
-  const int64_t columns = in.x.shape[1];
+  if (!check(in.weight, "weight", Type::kFloat32, error, kAny)) return false;
+  const int64_t columns = in.weight.shape[0];
   if (!is_size(columns) || a.num_groups < 1 || columns % a.num_groups != 0) {
     return error.set("%lld columns make no %lld groups", (long long)columns, (long long)a.num_groups);
   }
-  return check(in.weight, "weight", Type::kFloat32, error, columns) &&
-         check_optional(in.bias, "bias", Type::kFloat32, error, columns) &&
+  return check_optional(in.bias, "bias", Type::kFloat32, error, columns);
+}
+
+inline bool check_norm(const NormAttributes& a, const NormInputs& in, Error& error) {
+  if (!check_norm_weights(a, in, error)) return false;
+  const int64_t columns = in.weight.shape[0];
+  return check(in.x, "x", Type::kFloat32, error, kAny, columns) &&
          check_optional(in.residual, "residual", Type::kFloat32, error, in.x.shape[0], columns);
 }
 

@@ -477,7 +477,8 @@ struct NormKernel {
     attributes.num_groups = ort::attribute(info, "num_groups", int64_t{1});
     attributes.epsilon = ort::attribute(info, "epsilon", 1e-5f);
     return ort::attribute(info, "norm", kNorms, attributes.norm, error) &&
-           ort::constant_inputs(info, begin(constants), kNumNormInputs, num_inputs, error);
+           ort::constant_inputs(info, begin(constants), kNumNormInputs, num_inputs, error) &&
+           (!constants.weight.present() || check_norm_weights(attributes, constants, error));
   }
 
   bool compute(ort::KernelContext* context, Error& error) const {
@@ -517,7 +518,7 @@ struct ActivationKernel {
     attributes.alpha_n = ort::attribute(info, "alpha_n", 0.0f);
     attributes.beta = ort::attribute(info, "beta", 0.0f);
     return ort::attribute(info, "activation", kAllActivations, attributes.activation, error) &&
-           ort::ok(ort::Api::count_inputs(info, &num_inputs), error);
+           check_attributes(attributes, error) && ort::ok(ort::Api::count_inputs(info, &num_inputs), error);
   }
 
   bool compute(ort::KernelContext* context, Error& error) const {
