@@ -34,7 +34,7 @@ from genserve.machine import num_cores
 
 # Elements of an array that is larger than any cache of the processor.
 READ_BYTES = 1 << 30
-MATRIX = 2048
+MATRIX = 1024      # a product in int8 takes a second where torch has no instructions for it
 FLOOR_HEADINGS = ("rows x context", "read, MB", "GOP", "floor, ms", "step, ms", "share", "tokens/s")
 MIN_SHARE = 0.01    # operators with a smaller share of every step are summed up
 
