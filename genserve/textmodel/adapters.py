@@ -33,7 +33,7 @@ from genserve.generation_metrics import GenerationMetrics
 from genserve.kernels.low_rank import LowRankPart, PackedAdapter, pack_layer
 from genserve.textmodel.logits_runtime import LoadedLogits
 from genserve.textmodel.peft_adapter import CONFIG, WEIGHTS, PeftAdapter, merge_remedy
-from genserve.textmodel.runtimes.adapter_targets import AdapterTarget
+from genserve.textmodel.runtimes.adapter_targets import AdapterTarget, num_layers
 from genserve.textmodel.runtimes.onnx_logits import LogitsGraph, OnnxLogits
 from genserve.textmodel.runtimes.pipeline_logits import PipelineLogits
 
@@ -90,7 +90,7 @@ class AdapterInfo:
         num_bytes: the size of its weights in the file.
         sha256: the digest of its files.
         loaded_s: wall-clock time of the load, seconds since 1970.
-        file_states: what changes with each of its files that is written or replaced, as it was at the load.
+        file_states: size, modification time and inode of each of its files when it was loaded.
     """
 
     name: str
@@ -439,10 +439,10 @@ class Adapters:
                     remedy="export the model again with `genserve export --overwrite`",
                 )
             return index, targets
-        num_layers = 1 + max(int(role.split(".")[1]) for graph in graphs for role in graph.adapter_targets)
-        if match and int(match[1]) >= num_layers:
+        total = num_layers(role for graph in graphs for role in graph.adapter_targets)
+        if match and int(match[1]) >= total:
             raise _of_another_model(
-                peft, f"the adapter changes {module!r}; model {self._model!r} has {num_layers} layers"
+                peft, f"the adapter changes {module!r}; model {self._model!r} has {total} layers"
             )
         raise RepositoryError(
             f"the adapter changes {module!r}, which an adapter of a request to model {self._model!r} cannot; "

@@ -143,7 +143,7 @@ class PeftAdapter:
         return values.astype(np.float32)
 
 
-_MERGE_WITH_PEFT = "merge it with PEFT, and export the folder with the merged model"
+MERGE_WITH_PEFT = "merge it with PEFT, and export the folder with the merged model"
 _SAVE = f"give a folder of PEFT's save_pretrained, with {CONFIG} and {WEIGHTS}"
 
 
@@ -170,13 +170,13 @@ def _read_config(folder: Path) -> Mapping[str, Any]:
         kind = config.get("peft_type") if isinstance(config, dict) else None
         raise RepositoryError(
             f"{folder} has an adapter of the type {kind}; a request can choose LoRA adapters only",
-            remedy=_MERGE_WITH_PEFT,
+            remedy=MERGE_WITH_PEFT,
         )
     if config.get("use_dora"):
         raise _unsupported(folder, "is a DoRA adapter")
     if (field := other_product(config)) is not None:
         raise RepositoryError(
-            f"the adapter in {folder} has {field}, which a request cannot choose", remedy=_MERGE_WITH_PEFT
+            f"the adapter in {folder} has {field}, which a request cannot choose", remedy=MERGE_WITH_PEFT
         )
     if changes_model(config):
         raise RepositoryError(

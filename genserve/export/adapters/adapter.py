@@ -23,6 +23,7 @@ from genserve.export.decoder_weights import tensor_sources
 from genserve.export.families import family_of
 from genserve.export.families.family import Unsupported
 from genserve.sampling.logits_array import FloatArray
+from genserve.textmodel.peft_adapter import MERGE_WITH_PEFT
 
 logger = logging.getLogger(__name__)
 
@@ -220,7 +221,7 @@ def _require_known_vocabulary(checkpoint: Checkpoint, adapter: Adapter, vocabula
         raise ExportError(
             f"the adapter {adapter.source} changes the embedding or the head, which may be one tensor in the "
             f"traced model {checkpoint.source}",
-            remedy="merge it with PEFT, and export the folder with the merged model",
+            remedy=MERGE_WITH_PEFT,
         )
 
 

@@ -14,6 +14,7 @@ from genserve.repository.index import scan
 from genserve.repository.repository import Repository
 from genserve.repository.text_stages import text_models
 from genserve.textmodel.peft_adapter import CONFIG, WEIGHTS
+from genserve.textmodel.runtimes.adapter_targets import num_layers
 from genserve.textmodel.runtimes.onnx_logits import LogitsGraph
 from genserve.textmodel.text_model import TextModel
 
@@ -97,7 +98,7 @@ def _convert(path: Path, folder: Path, *, base: TextModel, graphs: Sequence[Logi
         base=base.name,
         family=base.logits.metadata["genserve.family"],
         config={
-            "num_hidden_layers": 1 + max(int(role.split(".")[1]) for role in targets),
+            "num_hidden_layers": num_layers(targets),
             "num_attention_heads": query.num_outputs // head_dim,
             "num_key_value_heads": num_kv_heads,
             "head_dim": head_dim,

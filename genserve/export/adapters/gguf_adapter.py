@@ -17,7 +17,7 @@ from genserve.export.checkpoints.checkpoint import Checkpoint
 from genserve.export.families import FAMILIES, family_of
 from genserve.export.families.family import Family
 from genserve.export.gguf.architectures import GGUF_ARCHITECTURES
-from genserve.export.gguf.gguf_checkpoint import module_names
+from genserve.export.gguf.gguf_checkpoint import module_names, open_gguf
 from genserve.export.gguf.gguf_file import GgufFile, GgufTensor
 from genserve.sampling.logits_array import FloatArray
 from genserve.textmodel.peft_adapter import CONFIG, PREFIX, WEIGHTS, merge_remedy
@@ -98,12 +98,7 @@ def convert_gguf_adapter(
 
 def _open(path: Path, *, family: Family | None, base: str) -> tuple[GgufFile, str]:
     """Return the file of an adapter for a family, and its architecture."""
-    try:
-        file = GgufFile.open(path)
-    except (ValueError, OSError) as error:
-        raise ExportError(
-            f"{path} is not a readable GGUF file: {error}", remedy="download it again"
-        ) from error
+    file = open_gguf(path)
     return file, _architecture(file, path=path, family=family, base=base)
 
 

@@ -61,6 +61,16 @@ _ONE_ROW = (".shared_expert_gate.weight", ".moe_statics.e_score_correction_bias"
 _ROTARY = ("rope_freqs.", "rope_factors_long.", "rope_factors_short.")
 
 
+def open_gguf(path: Path) -> GgufFile:
+    """Open a GGUF file, or the first of several; raises ExportError if it is broken."""
+    try:
+        return GgufFile.open(path)
+    except (ValueError, OSError) as error:
+        raise ExportError(
+            f"{path} is not a readable GGUF file: {error}", remedy="download it again"
+        ) from error
+
+
 def read_gguf(path: Path, *, source: str) -> Checkpoint:
     """Open a GGUF file, or the first of several, of one of `GGUF_ARCHITECTURES`.
 
@@ -69,12 +79,7 @@ def read_gguf(path: Path, *, source: str) -> Checkpoint:
     Raises:
         ExportError: the file is broken or incomplete, or its architecture or tokenizer is not supported.
     """
-    try:
-        file = GgufFile.open(path)
-    except (ValueError, OSError) as error:
-        raise ExportError(
-            f"{path} is not a readable GGUF file: {error}", remedy="download it again"
-        ) from error
+    file = open_gguf(path)
     name = str(file.metadata.get("general.architecture"))
     header = GgufHeader(architecture=name, metadata=file.metadata, tensors=dict(_unpacked(file.tensors)))
     _reject_unknown(header, source=source)

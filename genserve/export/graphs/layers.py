@@ -35,7 +35,7 @@ SEQUENCE_INPUTS = ("cumulative_sequence_length", "past_seqlens", "block_table")
 # The activations that genserve's operators compute at their end; others are an operator behind them.
 KERNEL_ACTIVATIONS: tuple[Activation | None, ...] = (None, "silu", "gelu", "gelu_tanh", "relu", "relu2")
 
-# What `Layers.activated` computes: the activations of an MLP, and that of attention's gates.
+# `Layers.activated` computes the activations of an MLP, and that of attention's gates.
 Elementwise = Activation | Literal["sigmoid"]
 
 # The attributes of DecoderLayer for the formats of qkv, output, inner and down.

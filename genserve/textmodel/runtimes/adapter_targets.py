@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,11 @@ def read_targets(path: Path) -> dict[str, AdapterTarget]:
         if node.op_type == "DecoderLayer":
             targets |= _of_decoder_layer(node, attributes)
     return targets
+
+
+def num_layers(roles: Iterable[str]) -> int:
+    """Return the number of a model's layers, from the roles of all its graphs."""
+    return 1 + max(int(role.split(".")[1]) for role in roles)
 
 
 def _of_decoder_layer(node: Any, attributes: Mapping[str, Any]) -> dict[str, AdapterTarget]:
