@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from genserve.config.model_config import ModelConfig
 from genserve.errors import RepositoryError, Status
-from genserve.generation_metrics import Metrics
-from genserve.inference import Inference, InferenceServer
 from genserve.machine import byte_size
+
+if TYPE_CHECKING:
+    from genserve.generation_metrics import Metrics
+    from genserve.inference import Inference, InferenceServer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,10 +22,10 @@ class ModelSource:
 
     config: ModelConfig
     version: int
-    path: Path                  # the folder of the model
-    folder: Path                # the folder of the version
-    server: InferenceServer     # runs all models, for BLS
-    metrics: Metrics            # registry of custom metrics
+    path: Path  # the folder of the model
+    folder: Path  # the folder of the version
+    server: InferenceServer  # runs all models, for BLS
+    metrics: Metrics  # registry of custom metrics
 
     @property
     def name(self) -> str:
@@ -35,8 +37,8 @@ class ModelSource:
 class Placement:
     """An instance of a model and its device."""
 
-    name: str                   # "m_0", "m_1_0": <model>_<group>_<number>
-    kind: str                   # "CPU", "GPU", "MODEL"
+    name: str  # "m_0", "m_1_0": <model>_<group>_<number>
+    kind: str  # "CPU", "GPU", "MODEL"
     device_id: int = 0
 
 

@@ -1,4 +1,8 @@
-"""Custom metrics: counters, gauges and histograms that models define, also from a stub process."""
+"""Custom metrics: counters, gauges and histograms that models define, also from a stub process.
+
+prometheus_client is imported where metrics are collected, in the server: it would take a quarter of the
+start of each stub process.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,13 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector, CollectorRegistry
-from prometheus_client.utils import floatToGoString
-
-from genserve.generation_metrics import bare_family
 from genserve.histogram import Histogram
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+    from prometheus_client.registry import CollectorRegistry
 
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _OTHER_TYPE = "Family name already exists with different type"
@@ -30,7 +33,7 @@ class MetricKind(Enum):
     HISTOGRAM = "histogram"
 
 
-class CustomMetrics(Collector):
+class CustomMetrics:
     """All custom metrics of a server; a family lives as long as a model holds it. Safe from any thread."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
@@ -115,6 +118,8 @@ class CustomMetricFamily:
 
     def collect(self) -> Metric:
         """Return the family in the form of prometheus_client."""
+        from genserve.generation_metrics import bare_family
+
         metric = bare_family(self.name, self.description, self.kind.value)
         with self._lock:
             metrics = list(self._metrics.items())
@@ -166,6 +171,8 @@ class CustomMetric:
 
     def add_samples(self, metric: Metric, labels: dict[str, str]) -> None:
         """Add its samples to a metric of prometheus_client."""
+        from prometheus_client.utils import floatToGoString
+
         name = self._name
         if self._kind is not MetricKind.HISTOGRAM:
             metric.add_sample(name, labels, self._value)

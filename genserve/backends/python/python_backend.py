@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from google.protobuf import json_format
+from prometheus_client.registry import Collector
 
 from genserve.backends.backend import ModelSource, Placement
 from genserve.backends.python.custom_metrics import CustomMetrics
@@ -20,6 +21,10 @@ from genserve.inference import CURRENT_EXECUTOR, Inference
 
 # A class without bases and without this method has no auto_complete_config, and need not be imported.
 _PLAIN_CLASS = re.compile(rb"^class TritonPythonModel\s*(\(\s*(object\s*)?\)\s*)?:", re.MULTILINE)
+
+
+class _CollectedMetrics(CustomMetrics, Collector):
+    """The custom metrics of a server, for its registry."""
 
 
 class PythonBackend:
@@ -69,7 +74,7 @@ class PythonBackend:
             instance=placement.name,
             folder=source.folder,
             server=source.server,
-            metrics=source.metrics.collector(CustomMetrics),
+            metrics=source.metrics.collector(_CollectedMetrics),
             decoupled=config.decoupled,
             outputs=tuple(output.name for output in config.outputs),
             executor=CURRENT_EXECUTOR.get(),
