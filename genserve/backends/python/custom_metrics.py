@@ -63,7 +63,7 @@ class CustomMetrics:
 
     def _is_taken(self, name: str) -> bool:
         """Whether the server has a metric with this name."""
-        if name.startswith("vllm:"):    # which /metrics adds to those of the registry
+        if name.startswith("vllm:"):  # which /metrics adds to those of the registry
             return True
         if self._registry is None or name in self._families:
             return False
