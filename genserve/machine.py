@@ -39,7 +39,7 @@ def num_cores(*, root: Path = _ROOT) -> int:
 
 def default_threads() -> int:
     """Return OMP_NUM_THREADS, by which Ray and batch systems divide a machine, or the number of cores."""
-    configured = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]    # a list is for nested loops
+    configured = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list is for nested loops
     return int(configured) if configured.isdecimal() and int(configured) else num_cores()
 
 

@@ -156,6 +156,6 @@ def test_a_quota_of_version_1_counts_as_whole_cores(root: Path, layout: str, quo
 
 
 def test_without_cpu_affinity_all_cores_are_counted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "sched_getaffinity")    # as on macOS
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
     monkeypatch.setattr(os, "cpu_count", lambda: 12)
     assert num_cores(root=root) == 12

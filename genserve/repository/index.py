@@ -21,9 +21,9 @@ class ModelEntry:
 
     name: str
     path: Path
-    parsed: ParsedConfig                    # its config.pbtxt
-    wanted_version: int = -1                # the version that a step of an ensemble names; -1: the latest
-    is_ambiguous: bool = False              # several repositories have a model of this name
+    parsed: ParsedConfig  # its config.pbtxt
+    wanted_version: int = -1  # the version that a step of an ensemble names; -1: the latest
+    is_ambiguous: bool = False  # several repositories have a model of this name
 
     @property
     def config(self) -> ModelConfig | None:
@@ -190,7 +190,7 @@ def _links_out(path: Path, roots: Sequence[str], *, seen: set[str]) -> Iterator[
         seen.add(real)
         try:
             parts = sorted(path.iterdir())
-        except OSError:     # not readable, for backends neither
+        except OSError:  # not readable, for backends neither
             return
         for part in parts:
             if part.is_symlink() or part.is_dir():
@@ -217,7 +217,7 @@ def _trace(path: Path, *, name: str) -> tuple[str, int, int]:
         stat = path.stat()
     except OSError:  # removed since it was listed, or a broken link
         return name, 0, -1
-    if path.is_dir():   # the content of a linked folder is not listed; its inode shows where the link leads
+    if path.is_dir():  # the content of a linked folder is not listed; its inode shows where the link leads
         return name, stat.st_ino if path.is_symlink() else 0, 0
     return name, stat.st_mtime_ns, stat.st_size
 

@@ -39,7 +39,7 @@ class Player:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            with connection, suppress(OSError):     # a client may leave at any time
+            with connection, suppress(OSError):  # a client may leave at any time
                 connection.settimeout(20)
                 read_request(connection)
                 self.num_requests += 1
@@ -105,7 +105,7 @@ def recorded(server: SharedServer) -> bytes:
 def test_a_stream_that_ends_after_any_byte_is_never_a_success(recorded: bytes) -> None:
     _head, _, rest = recorded.partition(b"\r\n\r\n")
     body = b""
-    while rest:     # the rest of the chunked body
+    while rest:  # the rest of the chunked body
         size, _, rest = rest.partition(b"\r\n")
         body, rest = body + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
     call = api_calls.chat_stream(
@@ -125,7 +125,7 @@ def test_a_stream_that_ends_after_any_byte_is_never_a_success(recorded: bytes) -
 
 @pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
 def test_a_connection_that_is_cut_at_any_byte_is_never_a_success(recorded: bytes, *, reset: bool) -> None:
-    whole = recorded.index(b"data: [DONE]")     # the answer is complete before
+    whole = recorded.index(b"data: [DONE]")  # the answer is complete before
     with playing(sending(recorded)) as player, Client(player.url, max_retries=0) as client:
         text, error = read_stream(client)
         assert error is None
@@ -214,11 +214,11 @@ def test_an_endless_reply_takes_bounded_memory(kind: str, monkeypatch: pytest.Mo
 def test_a_reply_that_stalls_ends_with_the_timeout(recorded: bytes, num_bytes: int) -> None:
     def play(connection: socket.socket) -> None:
         connection.sendall(recorded[: num_bytes or 0])
-        connection.recv(1)      # until the client leaves
+        connection.recv(1)  # until the client leaves
 
     with playing(play) as player, Client(player.url, timeout_s=0.1) as client:
         _, error = read_stream(client)
-        assert player.num_requests == 1     # the server may still work on it
+        assert player.num_requests == 1  # the server may still work on it
     assert isinstance(error, (StreamBroken, Unreachable))
 
 

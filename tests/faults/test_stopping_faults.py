@@ -184,7 +184,7 @@ def test_sigterm_ends_every_answer_and_every_process(repository: Path) -> None:
         thread = threading.Thread(target=reload)
         thread.start()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 0    # another status if it had to be ended by force
+        assert process.wait(timeout=30) == 0  # another status if it had to be ended by force
         reloading.set()
         thread.join()
         for call in calls:
@@ -213,7 +213,7 @@ def test_a_killed_server_leaves_nothing_behind_and_the_next_one_starts_at_once(r
     files = {str(path) for path in repository.rglob("*")}
     with at_work(repository) as (process, host, calls, streams):
         started = descendants(process.pid)
-        assert len(started) >= 3    # the model's process, what that has started, the chat template's
+        assert len(started) >= 3  # the model's process, what that has started, the chat template's
         process.kill()
         process.wait()
         for thread in (*calls, *streams):
@@ -287,7 +287,7 @@ def test_other_signals_change_nothing(server: SharedServer, name: str) -> None:
 def test_a_server_that_was_stopped_for_a_while_goes_on(server: SharedServer) -> None:
     with server.connect() as idle:
         os.kill(server.pid, signal.SIGSTOP)
-        threading.Event().wait(5)   # longer than a hanging engine is trusted
+        threading.Event().wait(5)  # longer than a hanging engine is trusted
         os.kill(server.pid, signal.SIGCONT)
         idle.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert read_response(idle).json() == {"status": "ok"}

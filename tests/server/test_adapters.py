@@ -18,7 +18,7 @@ from tests.export.adapters import write_adapter
 from tests.support.live_server import LiveServer, wait_until
 
 NAMES = ("tiny", "pirate", "poet")
-PROMPT = "hello there, how are you? " * 3    # more than a block of the prefix cache
+PROMPT = "hello there, how are you? " * 3  # more than a block of the prefix cache
 SAID = "hello there"
 TALK = [{"role": "user", "content": SAID}]
 SEARCH = {"use_beam_search": True, "beam_width": 3}
@@ -46,9 +46,7 @@ def adapters(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="module")
-def root(
-    tiny_repository: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def root(tiny_repository: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository with the tiny model and two adapters."""
     root = tmp_path_factory.mktemp("repository")
     shutil.copytree(tiny_repository, root, dirs_exist_ok=True)
@@ -181,7 +179,7 @@ def test_answers_are_those_of_the_merged_export(http, tiny_checkpoint, adapters,
         with LLM(name, model_repository=tmp_path) as llm:
             merged = llm.generate(PROMPT, max_tokens=8, temperature=0).text
             searched = llm.generate(PROMPT, max_tokens=8, **SEARCH).text
-        base = complete(http, "tiny")       # whose blocks are cached
+        base = complete(http, "tiny")  # whose blocks are cached
         assert complete(http, name) == merged
         assert complete(http, name, **SEARCH) == searched
         assert complete(http, "tiny") == base
@@ -200,7 +198,9 @@ def test_an_unknown_adapter_is_not_found(http, dialect):
 
 def test_lists_have_the_adapters_with_their_base(http):
     assert {name: model.get("parent") for name, model in listed(http).items()} == {
-        "tiny": None, "pirate": "tiny", "poet": "tiny"
+        "tiny": None,
+        "pirate": "tiny",
+        "poet": "tiny",
     }
     tags = {tag["name"]: tag["details"]["parent_model"] for tag in http.get("/api/tags").json()["models"]}
     assert tags == {"tiny:latest": "", "pirate:latest": "tiny:latest", "poet:latest": "tiny:latest"}
@@ -288,7 +288,7 @@ def test_adapters_follow_their_base(explicit, repository):
     assert "base" in response.json()["error"]["message"]
     assert load(explicit, "tiny").status_code == 200
     assert answers(explicit) == expected
-    (repository / "tiny_decoder" / "1" / "notes.txt").write_text("new")     # the base is loaded again
+    (repository / "tiny_decoder" / "1" / "notes.txt").write_text("new")  # the base is loaded again
     assert load(explicit, "tiny").status_code == 200
     assert answers(explicit) == expected
 
@@ -322,7 +322,7 @@ def test_an_adapter_that_does_not_fit_is_rejected_alone(explicit, repository):
     response = load(explicit, "poet")
     assert response.status_code == 400
     assert "poet" in response.json()["error"]
-    assert answers(explicit) == expected      # the old one answers
+    assert answers(explicit) == expected  # the old one answers
 
 
 @pytest.mark.parametrize("base", ["nobody", "tiny_logits", "pirate", ""])

@@ -36,9 +36,7 @@ LONG_CHAT = {
         ("/v1/chat/completions", LONG_CHAT, False),
     ],
 )
-def test_a_disconnect_frees_the_slot_within_two_steps(
-    tiny_server, monkeypatch, path, body, reads_first
-):
+def test_a_disconnect_frees_the_slot_within_two_steps(tiny_server, monkeypatch, path, body, reads_first):
     slow_down(tiny_server, monkeypatch)
     loop = tiny_server.model.engine
     with socket.create_connection(("127.0.0.1", tiny_server.port)) as client:
@@ -114,7 +112,7 @@ def hang_up():
 
 @pytest.mark.usefixtures("hang_up")
 @pytest.mark.parametrize(
-    "signal_name",     # test_stopping.py has Ctrl-C
+    "signal_name",  # test_stopping.py has Ctrl-C
     ["SIGTERM", *(pytest.param(name, marks=pytest.mark.extended) for name in ("SIGINT", "SIGHUP"))],
 )
 def test_a_signal_stops_the_server_gracefully(tiny_repository, signal_name):
@@ -130,7 +128,7 @@ def test_a_second_sigterm_skips_the_drain_and_a_second_sighup_does_not(tiny_repo
     server = Server(ServerSettings(model_repository=(tiny_repository,)))
     with server.capture_signals():
         for _ in range(2):
-            signal.raise_signal(hang_up)    # from the shell, and from the kernel
+            signal.raise_signal(hang_up)  # from the shell, and from the kernel
         assert (server.should_exit, server.force_exit) == (True, False)
         signal.raise_signal(signal.SIGTERM)
         assert server.force_exit
@@ -240,7 +238,7 @@ def test_an_address_of_another_machine_is_rejected_with_the_flag(tiny_repository
     server = Server(settings)
     with pytest.raises(GenserveError) as caught:
         server.serve_until_stopped()
-    assert caught.value.message.count("192.0.2.1") == 1     # Python's own message repeats the address
+    assert caught.value.message.count("192.0.2.1") == 1  # Python's own message repeats the address
     assert "--host" in caught.value.remedy
 
 

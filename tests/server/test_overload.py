@@ -103,7 +103,7 @@ def test_a_full_queue_rejects_a_request_before_its_fields_are_validated(full: Ga
                 "named": {"model": "tiny"},
                 "unknown": {"model": "huge"},
                 "no name": {"model": 1},
-                "with priority": {"priority": -1},     # its wait depends on it
+                "with priority": {"priority": -1},  # its wait depends on it
             }.items()
         }
         empty = http.post("/v1/chat/completions").status_code
@@ -175,7 +175,7 @@ def test_a_disconnect_frees_the_place_in_the_queue(repository: Path) -> None:
 
 
 def test_waiting_prompts_are_limited_in_tokens_and_reported_as_metrics(repository: Path) -> None:
-    server = Gated(repository, max_queue_tokens=40)     # the first one counts until its step is over
+    server = Gated(repository, max_queue_tokens=40)  # the first one counts until its step is over
     try:
         waiting = server.send("/generate", TGI | {"inputs": "x" * 25})
         wait_until(lambda: server.engine.num_accepted == 2)
@@ -184,7 +184,7 @@ def test_waiting_prompts_are_limited_in_tokens_and_reported_as_metrics(repositor
             check_rejection("/generate", answer.status_code, answer.headers, answer.content)
             waiting.close()
             tasks = server.live.server.server_state.tasks
-            wait_until(lambda: len(tasks) == 1)     # the server has noticed that the client has left
+            wait_until(lambda: len(tasks) == 1)  # the server has noticed that the client has left
             server.open_gate()
             wait_until(lambda: server.engine.num_accepted == 0)
             text = http.get("/metrics").text

@@ -52,14 +52,12 @@ def test_a_request_for_a_replaced_model_goes_to_its_replacement(
     services = Services(settings=settings, repository=repository, metrics=Metrics())
 
     async def ask() -> int:
-        submitted = await submit(
-            services, "tiny", ["hello"], SamplingParams(max_tokens=3, ignore_eos=True)
-        )
+        submitted = await submit(services, "tiny", ["hello"], SamplingParams(max_tokens=3, ignore_eos=True))
         return sum([len(delta.token_ids) async for deltas in submitted.stream for delta in deltas])
 
     repository.older = [old]
     assert asyncio.run(ask()) == 3
-    repository.older = [old, old]   # nothing has taken its place
+    repository.older = [old, old]  # nothing has taken its place
     with pytest.raises(Closed):
         asyncio.run(ask())
     repository.close()
@@ -142,7 +140,7 @@ def test_hanging_chat_templates_block_no_other_model(neighbours: LiveServer) -> 
 def test_concurrent_long_prompts_count_against_the_queue_during_preparation(
     tiny_repository: Path, tmp_path: Path
 ) -> None:
-    repository = gated(tmp_path, tiny_repository)   # one slot
+    repository = gated(tmp_path, tiny_repository)  # one slot
     body = {"model": "tiny", "prompt": "long " * 100_000, "max_tokens": 1}
 
     def ask(_: int) -> int:

@@ -54,7 +54,7 @@ def serving_one_request(folder: Path, *flags: str) -> Iterator[subprocess.Popen]
         answered = pool.submit(connection.getresponse)
         yield process
         process.wait(timeout=30)
-        answered.exception()    # the connection may be cut
+        answered.exception()  # the connection may be cut
         connection.close()
 
 
@@ -99,7 +99,7 @@ def test_ctrl_c_while_the_models_are_loaded(tmp_path: Path) -> None:
     ],
 )
 def test_ctrl_c_during_a_download(tmp_path: Path, words: tuple[str, ...]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as index:    # accepts, and never answers
+    with socket.create_server(("127.0.0.1", 0)) as index:  # accepts, and never answers
         url = f"http://127.0.0.1:{index.getsockname()[1]}/simple"
         environment = os.environ | {
             "GENSERVE_HOME": str(tmp_path),
@@ -108,15 +108,18 @@ def test_ctrl_c_during_a_download(tmp_path: Path, words: tuple[str, ...]) -> Non
             "UV_INDEX_URL": url,
             "PIP_CONFIG_FILE": "/dev/null",
         }
-        with ThreadPoolExecutor(1) as pool, subprocess.Popen(
-            [sys.executable, "-m", "genserve", *words],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            process_group=0,
-        ) as process:
+        with (
+            ThreadPoolExecutor(1) as pool,
+            subprocess.Popen(
+                [sys.executable, "-m", "genserve", *words],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                process_group=0,
+            ) as process,
+        ):
             connection, _ = pool.submit(index.accept).result(timeout=60)
             process.send_signal(signal.SIGINT)  # a terminal sends it to the installer, too, which may miss it
             stdout, stderr = process.communicate(timeout=60)

@@ -42,9 +42,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
     folder = tmp_path_factory.mktemp("systemone") / "repository"
-    export_model(
-        str(checkpoint), repository=folder, name="tiny", precision="fp32", progress=SilentProgress()
-    )
+    export_model(str(checkpoint), repository=folder, name="tiny", precision="fp32", progress=SilentProgress())
     return folder
 
 
@@ -125,7 +123,7 @@ def test_an_answer_is_the_same_alone_and_beside_others(server):
 
 
 def test_the_state_is_read_once(server):
-    state = "A story of its own. " * 6      # all questions would fit into one step
+    state = "A story of its own. " * 6  # all questions would fit into one step
     usage = ask(server, state=state).json()["usage"]
     block_size = server.model.logits.block_size
     num_state_tokens = len(server.model.encode(state))
@@ -202,7 +200,7 @@ def test_a_long_name_is_cut_in_the_error(server):
     [
         ("sequence.append(await sequence.sample())", 200),
         ("sequence.append(7)", 400),
-        ("sequence.append(2)", 400),    # the token that ends a turn
+        ("sequence.append(2)", 400),  # the token that ends a turn
         ("return", 400),
         ("raise ValueError", 500),
     ],
