@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 _ROOT = Path("/")
@@ -76,8 +76,10 @@ def own_memory_bytes(*, root: Path = _ROOT) -> int:
     return _fields(root / "proc/self/status").get("RssAnon:", 0) * 1024
 
 
-def _control_groups(controller: str, root: Path) -> Iterator[Path]:
-    """Yield the folders of this process's group and of its parents, as far as they are mounted here."""
+@cache  # each load asks, and the table of mounts may be long; limits may change, groups stay
+def _control_groups(controller: str, root: Path) -> tuple[Path, ...]:
+    """Return the folders of this process's group and of its parents, as far as they are mounted here."""
+    folders: list[Path] = []
     own: dict[str, PurePosixPath] = {}  # paths by controller; version 2 names no controller
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -96,7 +98,8 @@ def _control_groups(controller: str, root: Path) -> Iterator[Path]:
             # A container may see only its own group, although the path is the machine's.
             below = group.relative_to(mounted) if group.is_relative_to(mounted) else PurePosixPath()
             folder = root / mount_point.lstrip("/")
-            yield from (folder / parent for parent in (below, *below.parents))
+            folders += (folder / parent for parent in (below, *below.parents))
+    return tuple(folders)
 
 
 def _memory_limit(group: Path) -> int | None:

@@ -86,8 +86,11 @@ def memory_v1(folder: str, *, limit: int) -> dict[str, str]:
     }  # fmt: skip
 
 
-def test_without_limits_the_memory_is_the_machines(root: Path) -> None:
+def test_without_control_groups_the_memory_is_the_machines(root: Path) -> None:
     assert (free_memory_bytes(root=root), total_memory_bytes(root=root)) == (8 * GIB, 16 * GIB)
+
+
+def test_without_limits_the_memory_is_the_machines(root: Path) -> None:
     folder, _ = mounted_v2(root, "a service")
     write(root, memory_v2(folder, limit="max"))
     assert (free_memory_bytes(root=root), total_memory_bytes(root=root)) == (8 * GIB, 16 * GIB)
