@@ -202,23 +202,30 @@ def fingerprint(path: Path) -> tuple[tuple[str, int, int], ...]:
 
     Folders have a name only. Hidden files and the bytecode caches of Python are left out.
     """
-    parts = (part for part in path.rglob("*") if _counts(part.relative_to(path)))
-    return tuple(sorted(_trace(part, name=part.relative_to(path).as_posix()) for part in parts))
+    return tuple(sorted(_traces(str(path), prefix="")))
 
 
-def _counts(part: Path) -> bool:
-    return part.suffix != ".pyc" and not any(
-        name.startswith(".") or name == "__pycache__" for name in part.parts
-    )
-
-
-def _trace(path: Path, *, name: str) -> tuple[str, int, int]:
+def _traces(folder: str, *, prefix: str) -> Iterator[tuple[str, int, int]]:
     try:
-        stat = path.stat()
+        parts = list(os.scandir(folder))
+    except OSError:  # removed since it was listed, or not readable
+        return
+    for part in parts:
+        if part.name.startswith(".") or part.name == "__pycache__" or part.name.endswith(".pyc"):
+            continue
+        name = prefix + part.name
+        yield _trace(part, name=name)
+        if part.is_dir(follow_symlinks=False):
+            yield from _traces(part.path, prefix=f"{name}/")
+
+
+def _trace(part: os.DirEntry[str], *, name: str) -> tuple[str, int, int]:
+    try:
+        stat = Path(part.path).stat()
     except OSError:  # removed since it was listed, or a broken link
         return name, 0, -1
-    if path.is_dir():  # the content of a linked folder is not listed; its inode shows where the link leads
-        return name, stat.st_ino if path.is_symlink() else 0, 0
+    if part.is_dir():  # the content of a linked folder is not listed; its inode shows where the link leads
+        return name, stat.st_ino if part.is_symlink() else 0, 0
     return name, stat.st_mtime_ns, stat.st_size
 
 
