@@ -36,6 +36,7 @@ _Execute: TypeAlias = Callable[[ModuleType, CodeType], None]
 # `sys.meta_path` is replaced, not modified: a concurrent import that iterates over it could skip a finder.
 _META_PATH = threading.RLock()
 _numbers = itertools.count()  # a reloaded model gets another package
+_proxied: set[str] = set()  # the names that proxies have had in `sys.modules`
 
 
 class ModelPackage:
@@ -90,9 +91,10 @@ class ModelPackage:
             ours = (self._finder, self._public_modules)
             sys.meta_path = [finder for finder in sys.meta_path if finder not in ours]
         self._public_modules.remove_proxies()
-        for name in list(sys.modules):
-            if f"{name}.".startswith(f"{self.name}."):
-                sys.modules.pop(name, None)
+        sys.modules.pop(self.name, None)
+        prefix = f"{self.name}."
+        for name in [name for name in list(sys.modules) if name.startswith(prefix)]:
+            sys.modules.pop(name, None)
 
     def _load_module(self, module: ModuleType, code: CodeType) -> None:
         vars(module).update(self._globals)
@@ -207,6 +209,7 @@ class _PublicModuleFinder(MetaPathFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the proxy."""
+        _proxied.add(spec.name)
         return _ModuleProxy(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -216,8 +219,8 @@ class _PublicModuleFinder(MetaPathFinder, Loader):
     @staticmethod
     def remove_proxies() -> None:
         """Remove all proxies; other models import theirs again."""
-        # By name: iterating over items allocates, and a garbage collection may call this function again.
-        for name in list(sys.modules):
+        # A copy: a garbage collection may call this function again.
+        for name in list(_proxied):
             if isinstance(sys.modules.get(name), _ModuleProxy):
                 sys.modules.pop(name, None)
 
