@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,10 +95,21 @@ def llm(tiny_repository: Path) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.fixture(params=[Client, BlockingClient], ids=["sync", "async"])
+CLIENTS = {"sync": Client, "async": BlockingClient}
+
+
+@pytest.fixture(params=CLIENTS)
 def client(request: pytest.FixtureRequest, tiny_server: Any) -> Iterator[Any]:
-    with request.param(tiny_server.url) as client:
+    with CLIENTS[request.param](tiny_server.url) as client:
         yield client
+
+
+def of_each_client(all_options: Sequence[SamplingOptions]) -> pytest.MarkDecorator:
+    """Both clients with all options, which they write alike: the second has only the last ones by default."""
+    *others, last = all_options
+    cases = [("sync", options) for options in all_options] + [("async", last)]
+    extended = [pytest.param("async", options, marks=pytest.mark.extended) for options in others]
+    return pytest.mark.parametrize(("client", "options"), [*cases, *extended], indirect=["client"])
 
 
 CALLS = {
@@ -115,7 +126,7 @@ def call(request: pytest.FixtureRequest) -> Any:
     return CALLS[request.param]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@of_each_client(OPTIONS)
 def test_an_answer_is_the_same_as_in_process(
     client: Any, llm: LLM, call: Any, options: SamplingOptions
 ) -> None:
@@ -179,15 +190,14 @@ def test_logprobs_of_a_chat_are_the_same_as_in_process(client: Any, llm: LLM) ->
     assert levels(client.chat("Hi", **options), logprobs=True) == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    "options",
+@of_each_client(
     [
         *OPTIONS,
-        SamplingOptions(logprobs=True, top_logprobs=3, prompt_logprobs=2),
         SamplingOptions(max_tokens=2, logprobs=True, logprob_token_ids=[9, 3], logprobs_mode="processed"),
         SamplingOptions(max_tokens=3, prompt_logprobs=0, temperature=1.0, best_of=4, seed=5),
         SamplingOptions(max_tokens=3, use_beam_search=True, beam_width=4),
-    ],
+        SamplingOptions(logprobs=True, top_logprobs=3, prompt_logprobs=2),
+    ]
 )
 def test_completions_are_the_same_as_in_process(client: Any, llm: LLM, options: SamplingOptions) -> None:
     ids = [llm.complete(text, max_tokens=1)[0].prompt_token_ids for text in ("Tea is", "The river had")]

@@ -34,6 +34,7 @@ from genserve.sampling.batch_sampler import sample_rows, sampling_metadata
 from genserve.sampling.sampler import LogprobsRequest
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
 from tests.fakes.sequences import sequence_of
+from tests.support.representatives import with_extended
 from tests.support.transformers_reference import greedy_ids, reference_logits, reference_model
 
 NUM_TOKENS = 16
@@ -57,7 +58,7 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(scope="module", params=["gpt2", "bloom_4_heads", "llama"])
+@pytest.fixture(scope="module", params=with_extended(["gpt2", "bloom_4_heads", "llama"], always=["llama"]))
 def both(request, tmp_path_factory) -> Iterator[tuple[LLM, torch.nn.Module]]:
     folder = tmp_path_factory.mktemp(request.param)
     checkpoint = tiny_checkpoint(folder / "checkpoint", **TINY_MODELS[request.param])
