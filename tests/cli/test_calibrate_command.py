@@ -25,7 +25,7 @@ SCORE = {"type": "score", "criteria": ["no", "so", "yes"]}
 QUESTIONS = {"place": CHOICE, "wet": NOUL, "far": SCORE}
 # The random model is less sure than it should be.
 TEMPERATURES = {"choice": 0.3, "noul": 0.4, "score": 0.35}
-NUM_LINES = 150
+NUM_LINES = 80
 
 
 @pytest.fixture(scope="module")

@@ -80,6 +80,14 @@ def explicit(repository: Path) -> Iterator[httpx2.Client]:
         yield client
 
 
+@pytest.fixture(scope="module")
+def rejecting(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx2.Client, Path]]:
+    """A client of a server that loads no more models, and its repository."""
+    repository = Path(shutil.copytree(root, tmp_path_factory.mktemp("rejecting") / "repository"))
+    with serving(repository, model_control_mode="explicit", load_model=NAMES) as client:
+        yield client, repository
+
+
 def complete(http: httpx2.Client, model: str | None, prompt: str = PROMPT, **fields: Any) -> str:
     body = {"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0, **fields}
     response = http.post("/v1/completions", json=body)
@@ -326,9 +334,10 @@ def test_an_adapter_that_does_not_fit_is_rejected_alone(explicit, repository):
 
 
 @pytest.mark.parametrize("base", ["nobody", "tiny_logits", "pirate", ""])
-def test_a_base_that_is_no_text_model_is_rejected(explicit, repository, adapters, base):
-    adapter_model(repository, "lost", adapters["poet"], base=base)
-    assert load(explicit, "lost").status_code == 400
+def test_a_base_that_is_no_text_model_is_rejected(rejecting, adapters, base):
+    http, repository = rejecting
+    adapter_model(repository, f"of_{base}", adapters["poet"], base=base)
+    assert load(http, f"of_{base}").status_code == 400
 
 
 def test_polling_loads_new_adapters_and_unloads_removed_ones(repository, adapters):
@@ -393,10 +402,10 @@ def test_an_adapter_of_vllms_route_follows_its_base(explicit, repository, adapte
         ({"lora_name": "tiny", "lora_path": "/", "load_inplace": True}, 400),
     ],
 )
-def test_vllms_route_rejects_what_it_cannot_load(explicit, adapters, fields, status):
+def test_vllms_route_rejects_what_it_cannot_load(rejecting, adapters, fields, status):
     folder = str(adapters["clown"])
     fields = {name: folder if one == "{adapter}" else one for name, one in fields.items()}
-    assert load_adapter(explicit, **fields).status_code == status
+    assert load_adapter(rejecting[0], **fields).status_code == status
 
 
 def test_vllms_routes_need_a_key_that_may_control(root, adapters):
@@ -415,6 +424,6 @@ def test_vllms_route_needs_models_that_requests_may_load(http, adapters):
     assert load_adapter(http, **fields).status_code == 503
 
 
-def test_vllms_route_rejects_an_adapter_for_another_base(explicit, adapters):
+def test_vllms_route_rejects_an_adapter_for_another_base(rejecting, adapters):
     fields = {"lora_name": "new", "lora_path": str(adapters["clown"])}
-    assert load_adapter(explicit, **fields, base_model_name="tiny_logits").status_code == 400
+    assert load_adapter(rejecting[0], **fields, base_model_name="tiny_logits").status_code == 400

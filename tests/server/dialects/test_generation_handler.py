@@ -141,13 +141,13 @@ def test_concurrent_long_prompts_count_against_the_queue_during_preparation(
     tiny_repository: Path, tmp_path: Path
 ) -> None:
     repository = gated(tmp_path, tiny_repository)  # one slot
-    body = {"model": "tiny", "prompt": "long " * 100_000, "max_tokens": 1}
+    body = {"model": "tiny", "prompt": "long " * 50_000, "max_tokens": 1}
 
     def ask(_: int) -> int:
         return httpx2.post(f"{server.url}/v1/completions", json=body, timeout=100).status_code
 
-    with LiveServer(repository, max_queue=0) as server, ThreadPoolExecutor(20) as pool:
-        statuses = list(pool.map(ask, range(20)))
+    with LiveServer(repository, max_queue=0) as server, ThreadPoolExecutor(10) as pool:
+        statuses = list(pool.map(ask, range(10)))
         assert rejections(server, "tiny", "max_queue") == statuses.count(429)
         assert server.model.engine.num_preparing == 0
     assert set(statuses) == {400, 429}  # the context is shorter
