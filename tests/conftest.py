@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import httpcore2
 import pytest
+from _pytest.logging import catching_logs
 from filelock import FileLock
 from httpx2._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import HealthCheck, settings
@@ -67,15 +69,16 @@ def _has_gpu() -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Keep the tests and their modules out of garbage collections, as `genserve serve` does with its modules.
+    """Keep the tests and their modules out of garbage collections, and collect less often.
 
-    An unload collects garbage, for half a second among 10,000 tests.
+    `genserve serve` does the same. An unload collects garbage, for half a second among 10,000 tests.
     """
     gc.disable()
     try:
         return (yield)
     finally:
-        gc.freeze()     # with the little garbage among them, which a collection would take a second to find
+        gc.freeze()  # with the little garbage among them, which a collection would take a second to find
+        gc.set_threshold(10_000, 10, 10)
         gc.enable()
 
 
@@ -129,10 +132,37 @@ def _clients_wait_on_a_busy_machine() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _logs_are_caught_at_the_root() -> Iterator[None]:
+    """pytest looks through all loggers, six times per test; torch and transformers make hundreds."""
+    enter = catching_logs.__enter__
+
+    def enter_root(self: catching_logs) -> logging.Handler:
+        if self.level is not None:  # --log-level
+            return enter(self)
+        logging.root.addHandler(self.handler)
+        self.attached_loggers.append(logging.root)
+        return self.handler
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(catching_logs, "__enter__", enter_root)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _onnxruntime_does_not_spin() -> Iterator[None]:
+    """Other tests need the core on which its workers would wait for the next step of a tiny model."""
+    from genserve.backends import onnx_session
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(onnx_session, "_SPIN_US", 0)
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _torch_has_one_thread() -> None:
     """Matrix products of the tiny models are several times slower on several threads."""
-    if torch := sys.modules.get("torch"):   # its import takes seconds
+    if torch := sys.modules.get("torch"):  # its import takes seconds
         torch.set_num_threads(1)
 
 
@@ -147,7 +177,7 @@ def _collections_are_of_this_module() -> Iterator[None]:
 def built_once(factory: pytest.TempPathFactory, name: str, build: Callable[[Path], object]) -> Path:
     """A folder that the first of the parallel processes builds, and all read."""
     base = factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:     # its own folder lies in that of the run
+    if "PYTEST_XDIST_WORKER" in os.environ:  # its own folder lies in that of the run
         base = base.parent
     folder, partial = base / name, base / f"{name}.partial"
     with FileLock(base / f"{name}.lock"):
@@ -173,9 +203,7 @@ def tiny_repository(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fi
         from genserve.export import SilentProgress, export_model
 
         source = str(request.getfixturevalue("tiny_checkpoint"))
-        export_model(
-            source, repository=repository, name="tiny", precision="fp32", progress=SilentProgress()
-        )
+        export_model(source, repository=repository, name="tiny", precision="fp32", progress=SilentProgress())
 
     return built_once(tmp_path_factory, "repository", export)
 
@@ -200,9 +228,7 @@ def traced_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.export.tiny_models import tiny_checkpoint
 
     folder = tmp_path_factory.mktemp("gptj") / "checkpoint"
-    tiny_checkpoint(
-        folder, model_type="gptj", n_layer=2, n_embd=64, n_head=4, rotary_dim=8, n_positions=128
-    )
+    tiny_checkpoint(folder, model_type="gptj", n_layer=2, n_embd=64, n_head=4, rotary_dim=8, n_positions=128)
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
     return folder
 
