@@ -83,7 +83,10 @@ def test_the_reason_names_the_place_in_the_schema(schema, reason):
     assert compile_rejection(of_schema(guided_schema(schema))).startswith(reason)
 
 
-@pytest.mark.parametrize("schema", [ENDLESS, {"type": "integer", "multipleOf": 99999989}])
+@pytest.mark.parametrize(
+    "schema",
+    [ENDLESS, pytest.param({"type": "integer", "multipleOf": 99999989}, marks=pytest.mark.extended)],
+)
 def test_a_schema_that_never_compiles_is_rejected_in_bounded_time(schema):
     assert "more than 1 s" in compile_rejection(of_schema(schema), max_cpu_s=1)
 
