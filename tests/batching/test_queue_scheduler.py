@@ -364,3 +364,98 @@ def test_a_callback_that_fails_is_logged_and_the_next_one_runs(caplog):
     timer.call_at(1, lambda: called.put("next"))
     assert called.get(timeout=30) == "next"
     assert "ZeroDivisionError" in caplog.text
+
+
+class Here:
+    """Executes batches for a scheduler on the threads that submit, as a `ModelInstance` does."""
+
+    def __init__(self, scheduler, model):
+        self.scheduler, self.model = scheduler, model
+        self.threads: list[threading.Thread] = []
+
+    def __call__(self, instance, batch):
+        self.threads.append(threading.current_thread())
+        try:
+            self.model.execute(batch)
+        finally:
+            self.scheduler.done(instance, batch)
+
+    def submit(self, inference):
+        self.scheduler.submit(inference, execute_here=self)
+
+
+def asleep(scheduler, instance=0):
+    """Wait until an instance sleeps."""
+    deadline = time.monotonic() + 30
+    while instance not in scheduler._asleep:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return scheduler
+
+
+@pytest.mark.parametrize("make", [direct, dynamic])
+def test_an_idle_instance_executes_a_request_on_the_thread_that_submits_it(start, make):
+    scheduler, model = make(), Model()
+    start(scheduler, model)
+    here = Here(asleep(scheduler), model)
+    for name in "ab":
+        call = Call(here, name)
+        assert call.ended.is_set()
+    assert here.threads == [threading.current_thread()] * 2
+    assert [model.batches.get() for _ in range(2)] == [["a"], ["b"]]
+    assert Call(scheduler, "c").wait() is None     # its own thread still executes
+
+
+@pytest.mark.parametrize("make", [direct, dynamic])
+def test_an_instance_executes_nothing_beside_a_batch_on_another_thread(start, make):
+    scheduler, model = make(), Model(is_shut=True)
+    start(scheduler, model)
+    here = Here(asleep(scheduler), model)
+    thread = threading.Thread(target=Call, args=(here, "a"))
+    thread.start()
+    assert model.has_batch.acquire(timeout=30)
+    calls = [Call(here, name) for name in "bc"]
+    assert scheduler.num_waiting == 2
+    model.is_shut = False
+    model.gate.release()
+    assert [call.wait() for call in calls] == [None] * 2
+    thread.join()
+    assert here.threads == [thread]
+    rest = [["b", "c"]] if make is dynamic else [["b"], ["c"]]
+    assert [model.batches.get() for _ in range(1 + len(rest))] == [["a"], *rest]
+
+
+def test_a_request_whose_batch_may_grow_waits_for_it(start):
+    scheduler, model = dynamic(max_queue_delay_us=60_000_000, preferred_batch_sizes=(2,)), Model()
+    start(scheduler, model)
+    here = Here(asleep(scheduler), model)
+    calls = [Call(here, name) for name in "ab"]
+    assert [call.wait() for call in calls] == [None] * 2
+    assert model.batches.get() == ["a", "b"]
+    assert here.threads == []
+
+
+def test_a_model_that_fails_on_the_thread_that_submits_remains_usable(start):
+    scheduler, model = direct(), Model(error=RuntimeError("broken"))
+    start(scheduler, model)
+    here = Here(asleep(scheduler), model)
+    with pytest.raises(RuntimeError, match="broken"):
+        Call(here, "a")
+    model.error = None
+    assert Call(here, "b").wait() is None
+    assert len(here.threads) == 2
+
+
+def test_a_scheduler_that_is_closed_during_a_batch_on_another_thread_ends_its_instance(start):
+    scheduler, model = direct(), Model(is_shut=True)
+    start(scheduler, model)
+    here = Here(asleep(scheduler), model)
+    thread = threading.Thread(target=Call, args=(here, "a"))
+    thread.start()
+    assert model.has_batch.acquire(timeout=30)
+    scheduler.close()
+    assert not model.closed.is_set()
+    model.is_shut = False
+    model.gate.release()
+    thread.join()
+    assert model.closed.wait(30)
