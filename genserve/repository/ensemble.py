@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import is_not
 
 from genserve.config.model_config import EnsembleStep, ModelConfig
 from genserve.errors import Closed, GenserveError, InferenceError, InvalidRequest, Status
@@ -58,6 +59,7 @@ class Ensemble:
         self._statistics = statistics
         limit = config.max_inflight_requests
         self._queues = [_InflightQueue(limit) for _ in config.ensemble_steps] if limit else None
+        self._known: tuple[Sequence[ModelConfig], Sequence[_Step]] = ((), ())   # models, and their steps
 
     @property
     def ready(self) -> bool:
@@ -74,10 +76,7 @@ class Ensemble:
     def submit(self, inference: Inference) -> None:
         """Start the steps whose inputs are known."""
         try:
-            steps = [
-                _Step(spec, self._config_of(spec), queue=self._queues[index] if self._queues else None)
-                for index, spec in enumerate(self._config.ensemble_steps)
-            ]
+            models = [self._config_of(spec) for spec in self._config.ensemble_steps]
         except InferenceError as error:
             # Triton unloads an ensemble while a model of its steps is not loaded.
             raise InferenceError(
@@ -89,7 +88,8 @@ class Ensemble:
         if inference.span is not None:
             inference.span.computes = False
         inference.when_ended(self._executed)
-        steps = _needed(steps, inference.request.requested_outputs, config=self._config)
+        requested = inference.request.requested_outputs
+        steps = _needed(self._steps(models), requested, config=self._config)
         run = _Run(inference, config=self._config, steps=steps, server=self._server)
         inference.when_cancelled(run.cancel)
         if self._queues is not None:
@@ -99,6 +99,15 @@ class Ensemble:
     def close(self) -> None:
         """Do nothing: an ensemble holds no resources."""
 
+    def _steps(self, models: Sequence[ModelConfig]) -> Sequence[_Step]:
+        """Return the steps, which are made again when one of their models has been loaded again."""
+        known, steps = self._known
+        if len(known) != len(models) or any(map(is_not, known, models)):
+            queues: Sequence[_InflightQueue | None] = self._queues or [None] * len(models)
+            steps = [*map(_Step, self._config.ensemble_steps, models, queues)]
+            self._known = models, steps
+        return steps
+
     def _executed(self, inference: Inference) -> None:
         if inference.error is None:
             self._statistics.executed_alone(inference)
@@ -107,7 +116,7 @@ class Ensemble:
 class _Step:
     """One step, with the config of its model, and its queue if it has a limit."""
 
-    def __init__(self, spec: EnsembleStep, model: ModelConfig, *, queue: _InflightQueue | None) -> None:
+    def __init__(self, spec: EnsembleStep, model: ModelConfig, queue: _InflightQueue | None) -> None:
         self.spec = spec
         self.queue = queue
         self.decoupled = model.decoupled
@@ -436,7 +445,7 @@ class _Run:
         self.cancel()
 
 
-def _needed(steps: list[_Step], wanted: Sequence[str], *, config: ModelConfig) -> list[_Step]:
+def _needed(steps: Sequence[_Step], wanted: Sequence[str], *, config: ModelConfig) -> Sequence[_Step]:
     """Return the steps that the wanted outputs depend on; all steps if no output or every output is named."""
     tensors = set(wanted)
     if not tensors or tensors >= {spec.name for spec in config.outputs}:
