@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -120,6 +120,7 @@ async def encode(
     request: Request,
     *,
     truncate: bool = False,
+    dimensions: int | None = None,
     field: str = "input",
 ) -> Encoded:
     """Return the vectors of texts, or the scores of pairs of texts.
@@ -130,10 +131,12 @@ async def encode(
         services: the server's services.
         request: the request over HTTP, on whose end the work ends.
         truncate: leave out the ends of texts that are too long.
+        dimensions: return only so many first numbers of each vector, scaled to the length 1; None: all.
         field: the field of the texts, for errors.
 
     Raises:
-        InvalidRequest: there is no text or there are too many; one is too long, or has an unknown token id.
+        InvalidRequest: there is no text or there are too many; one is too long, or has an unknown token id;
+            the vectors have fewer dimensions.
         ClientLeft: the client has disconnected.
         ModelNotReady: the server is stopping.
         GenserveError: a step fails.
@@ -143,16 +146,22 @@ async def encode(
     if not 0 < len(texts) <= MAX_TEXTS:
         remedy = f"send from 1 to {MAX_TEXTS:,}"
         raise InvalidRequest(f"{field} has {len(texts):,} texts", field=field, remedy=remedy)
+    if dimensions is not None and model.size > 0:   # before the work
+        _check_dimensions(dimensions, size=model.size)
     if (logged := CURRENT_REQUEST.get()) is not None:
         logged.model, logged.operation = model.name, "embeddings"
     running: set[Inference] = set()
     try:
-        return await while_connected(
+        encoded = await while_connected(
             _encode(model, texts, services, truncate=truncate, field=field, running=running), request.receive
         )
     finally:
         for inference in running:
             inference.cancel()
+    if dimensions is None:
+        return encoded
+    _check_dimensions(dimensions, size=encoded.rows.shape[1])
+    return replace(encoded, rows=normalized(encoded.rows[:, :dimensions]))
 
 
 async def _encode(
@@ -179,12 +188,15 @@ async def _encode(
         row: NDArray[Any] = output.array[0]
         return row
 
-    tasks = [asyncio.ensure_future(encode_one(one)) for one in tokens]
-    try:
-        rows = await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
+    if len(tokens) == 1:
+        rows = [await encode_one(tokens[0])]    # a task would cost more than its request
+    else:
+        tasks = [asyncio.ensure_future(encode_one(one)) for one in tokens]
+        try:
+            rows = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
     return Encoded(rows=np.stack(rows).astype(np.float32, copy=False), num_tokens=num_tokens)
 
 
@@ -277,7 +289,8 @@ async def _run(request: InferenceRequest, services: Services, running: set[Infer
     running.add(inference)
     try:
         services.repository.submit(inference)
-        response = await asyncio.wrap_future(answered)
+        # A quick model has answered by now, and awaiting it would take turns of the event loop.
+        response = answered.result() if answered.done() else await asyncio.wrap_future(answered)
     except InferenceError as error:
         raise _in_words_of_dialects(error) from error
     finally:
@@ -300,22 +313,14 @@ def _in_words_of_dialects(error: GenserveError) -> GenserveError:
             return ModelFailed(error.message, remedy=error.remedy)
 
 
-def shortened(vectors: FloatArray, dimensions: int | None) -> FloatArray:
-    """Return the first numbers of vectors, as vectors of length 1; None: the vectors as they are.
-
-    Raises:
-        InvalidRequest: the vectors are shorter.
-    """
-    if dimensions is None:
-        return vectors
-    size = vectors.shape[1]
+def _check_dimensions(dimensions: int, *, size: int) -> None:
+    """Raise InvalidRequest if vectors of a size cannot be shortened to `dimensions`."""
     if not 1 <= dimensions <= size:
         raise InvalidRequest(
             f"dimensions is {dimensions}; the model's vectors have {size}",
             field="dimensions",
             remedy=f"give a number from 1 to {size}, or leave it out",
         )
-    return normalized(vectors[:, :dimensions])
 
 
 class VectorsResponse(AnswerResponse):

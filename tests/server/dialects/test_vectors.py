@@ -91,6 +91,7 @@ def test_dimensions_shorten_and_scale_the_vectors(client):
         ({"input": {"a": 1}}, "input"),
         ({"input": "sea", "dimensions": SIZE + 1}, "dimensions"),
         ({"input": "sea", "dimensions": 0}, "dimensions"),
+        ({"input": LONG, "dimensions": SIZE + 1}, "dimensions"),    # before any text is read
         ({"input": "sea", "encoding_format": "int8"}, "encoding_format"),
         ({"input": "sea", "truncate_prompt_tokens": 7}, "truncate_prompt_tokens"),
         ({"input": "sea", "model": "ranker"}, "model"),

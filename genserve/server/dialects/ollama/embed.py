@@ -17,7 +17,6 @@ from genserve.server.dialects.vectors import (
     encode,
     prompt_of,
     require_vectors,
-    shortened,
     written,
 )
 from genserve.server.http.request_body import Items, TolerantBody
@@ -68,16 +67,22 @@ async def embed(body: EmbedBody, services: SharedServices, request: Request) -> 
         return VectorsResponse({"model": body.model, "embeddings": []})
     prompt = prompt_of(model)
     texts = [prompt + text for text in texts]
-    encoded = await encode(model, texts, services, request, truncate=body.truncate is not False)
-    vectors = shortened(encoded.rows, body.dimensions)
+    encoded = await encode(
+        model,
+        texts,
+        services,
+        request,
+        truncate=body.truncate is not False,
+        dimensions=body.dimensions,
+    )
     document = {
         "model": body.model,
-        "embeddings": list(vectors),
+        "embeddings": list(encoded.rows),
         "total_duration": time.monotonic_ns() - started_ns,
         "load_duration": 0,
         "prompt_eval_count": sum(encoded.num_tokens),
     }
-    return await written(document, vectors)
+    return await written(document, encoded.rows)
 
 
 @router.post("/embeddings")

@@ -14,7 +14,7 @@ from genserve.repository.encoder_model import EncoderModel
 from genserve.sampling.logits_array import FloatArray
 from genserve.server.access.access_control import INFERENCE
 from genserve.server.dialects.openai.completions import Texts
-from genserve.server.dialects.vectors import Text, encode, prompt_of, require_vectors, shortened, written
+from genserve.server.dialects.vectors import Text, encode, prompt_of, require_vectors, written
 from genserve.server.error_responses import OPENAI_ERRORS
 from genserve.server.http.request_body import TolerantBody
 from genserve.server.route import Router, rules
@@ -73,20 +73,24 @@ async def embeddings(body: EmbeddingsBody, services: SharedServices, request: Re
     if not texts:
         raise InvalidRequest("input is empty", field="input", remedy="give at least one text")
     encoded = await encode(
-        model, texts, services, request, truncate=body.truncate_prompt_tokens is not None
+        model,
+        texts,
+        services,
+        request,
+        truncate=body.truncate_prompt_tokens is not None,
+        dimensions=body.dimensions,
     )
-    vectors = shortened(encoded.rows, body.dimensions)
     num_tokens = sum(encoded.num_tokens)
     document = {
         "object": "list",
         "data": [
             {"object": "embedding", "index": index, "embedding": _in_format(vector, body.encoding_format)}
-            for index, vector in enumerate(vectors)
+            for index, vector in enumerate(encoded.rows)
         ],
         "model": model.name,
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
-    return await written(document, vectors)
+    return await written(document, encoded.rows)
 
 
 def _in_format(vector: FloatArray, encoding_format: str | None) -> FloatArray | str:
