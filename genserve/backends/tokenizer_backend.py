@@ -51,7 +51,7 @@ class TokenizerBackend:
         self._tokenizer = shared
         self._outputs = source.config.outputs
         self._pads = source.config.output(ATTENTION_MASK) is not None
-        read_prompts(source.config)     # which are checked here, and written by routes
+        read_prompts(source.config)  # which are checked here, and written by routes
         self._max_length = integer_parameter(source.config.parameters, "max_length", default=0) or None
 
     def is_quick(self, inference: Inference) -> bool:
@@ -104,9 +104,9 @@ class TokenizerBackend:
         for spec in self._outputs:
             array = np.zeros((len(rows), length), DataType.from_config_name(spec.data_type).numpy)
             for values, row in zip(array, rows, strict=True):
-                values[: len(row.ids)] = {
-                    ATTENTION_MASK: 1, "token_type_ids": row.type_ids
-                }.get(spec.name, row.ids)
+                values[: len(row.ids)] = {ATTENTION_MASK: 1, "token_type_ids": row.type_ids}.get(
+                    spec.name, row.ids
+                )
             tensors.append(Tensor(spec.name, array))
         return tensors
 
@@ -121,7 +121,7 @@ def read_prompts(config: ModelConfig) -> Mapping[str, str]:
     return _prompts(parameters.get("prompts", "{}"), parameters.get("default_prompt_name"))
 
 
-@lru_cache(maxsize=64)      # a route reads them for each request
+@lru_cache(maxsize=64)  # a route reads them for each request
 def _prompts(text: str, default: str | None) -> Mapping[str, str]:
     try:
         prompts = json.loads(text)

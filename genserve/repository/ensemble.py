@@ -59,7 +59,7 @@ class Ensemble:
         self._statistics = statistics
         limit = config.max_inflight_requests
         self._queues = [_InflightQueue(limit) for _ in config.ensemble_steps] if limit else None
-        self._known: tuple[Sequence[ModelConfig], Sequence[_Step]] = ((), ())   # models, and their steps
+        self._known: tuple[Sequence[ModelConfig], Sequence[_Step]] = ((), ())  # models, and their steps
 
     @property
     def ready(self) -> bool:
@@ -93,7 +93,7 @@ class Ensemble:
         run = _Run(inference, config=self._config, steps=steps, server=self._server)
         inference.when_cancelled(run.cancel)
         if self._queues is not None:
-            inference.when_ended(lambda _: run.cancel())    # queued requests, if it has failed
+            inference.when_ended(lambda _: run.cancel())  # queued requests, if it has failed
         run.start()
 
     def close(self) -> None:
@@ -224,7 +224,7 @@ class _InflightQueue:
 
 def _occupant(part: Inference) -> Inference:
     """Return the holder of a place: a request or, after its end, the first waiting one made of it."""
-    waiting = part.backlog.waiting if part.ended and part.backlog else ()   # read once: it may become empty
+    waiting = part.backlog.waiting if part.ended and part.backlog else ()  # read once: it may become empty
     return waiting[0] if waiting else part
 
 

@@ -29,7 +29,7 @@ def test_only_short_texts_are_encoded_on_the_thread_that_submits_them(tiny_repos
     repository.start(["tiny_tokenizer"])
     short, long = _encoding_threads(repository, "sea"), _encoding_threads(repository, "sea " * 1000)
     deadline = time.monotonic() + 30
-    while next(short) is not threading.current_thread():    # its instance may not sleep yet
+    while next(short) is not threading.current_thread():  # its instance may not sleep yet
         assert time.monotonic() < deadline
     assert all(next(long) is not threading.current_thread() for _ in range(5))
     repository.close()

@@ -403,7 +403,7 @@ def test_an_idle_instance_executes_a_request_on_the_thread_that_submits_it(start
         assert call.ended.is_set()
     assert here.threads == [threading.current_thread()] * 2
     assert [model.batches.get() for _ in range(2)] == [["a"], ["b"]]
-    assert Call(scheduler, "c").wait() is None     # its own thread still executes
+    assert Call(scheduler, "c").wait() is None  # its own thread still executes
 
 
 @pytest.mark.parametrize("make", [direct, dynamic])

@@ -44,7 +44,7 @@ from genserve.text.tokenizer import Tokenizer
 # The prompts of the uses that `input_type` names, the first that a model has. Source: encode_query and
 # encode_document of sentence-transformers.
 _PROMPTS = {"query": ("query",), "document": ("document", "passage", "corpus")}
-MAX_TEXTS = 2048    # of one request: OpenAI's limit
+MAX_TEXTS = 2048  # of one request: OpenAI's limit
 _BATCHES_AHEAD = 2  # requests at the encoder, in batches, so that a long list leaves room for others
 
 # The inputs of the encoder for one text, by the names of the tokenizer's outputs: [1, num_tokens].
@@ -146,7 +146,7 @@ async def encode(
     if not 0 < len(texts) <= MAX_TEXTS:
         remedy = f"send from 1 to {MAX_TEXTS:,}"
         raise InvalidRequest(f"{field} has {len(texts):,} texts", field=field, remedy=remedy)
-    if dimensions is not None and model.size > 0:   # before the work
+    if dimensions is not None and model.size > 0:  # before the work
         _check_dimensions(dimensions, size=model.size)
     if (logged := CURRENT_REQUEST.get()) is not None:
         logged.model, logged.operation = model.name, "embeddings"
@@ -189,7 +189,7 @@ async def _encode(
         return row
 
     if len(tokens) == 1:
-        rows = [await encode_one(tokens[0])]    # a task would cost more than its request
+        rows = [await encode_one(tokens[0])]  # a task would cost more than its request
     else:
         tasks = [asyncio.ensure_future(encode_one(one)) for one in tokens]
         try:
@@ -225,7 +225,7 @@ async def _tokenized(
         try:
             response = await _run(asked, services, running)
         except ContextLengthExceeded as error:
-            place = str(error.field)    # within this batch
+            place = str(error.field)  # within this batch
             index = len(tokens) + int(place.removeprefix("input[").removesuffix("]"))
             raise renamed(error, {place: f"{field}[{index}]"}) from None
         tokens += _rows(response)
@@ -281,7 +281,7 @@ async def _run(request: InferenceRequest, services: Services, running: set[Infer
     answered: Future[InferenceResponse] = Future()
 
     def on_response(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001 - OnResponse
-        del final   # an encoder sends one response
+        del final  # an encoder sends one response
         if not answered.done():
             answered.set_result(response or InferenceResponse())
 

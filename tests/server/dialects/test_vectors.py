@@ -91,7 +91,7 @@ def test_dimensions_shorten_and_scale_the_vectors(client):
         ({"input": {"a": 1}}, "input"),
         ({"input": "sea", "dimensions": SIZE + 1}, "dimensions"),
         ({"input": "sea", "dimensions": 0}, "dimensions"),
-        ({"input": LONG, "dimensions": SIZE + 1}, "dimensions"),    # before any text is read
+        ({"input": LONG, "dimensions": SIZE + 1}, "dimensions"),  # before any text is read
         ({"input": "sea", "encoding_format": "int8"}, "encoding_format"),
         ({"input": "sea", "truncate_prompt_tokens": 7}, "truncate_prompt_tokens"),
         ({"input": "sea", "model": "ranker"}, "model"),
@@ -178,7 +178,9 @@ def test_an_unknown_token_fails_its_own_request_alone(server):
         tensors = [
             {"name": name, "datatype": "INT64", "shape": [1, 2], "data": data}
             for name, data in {
-                "input_ids": [1, token], "attention_mask": [1, 1], "token_type_ids": [0, 0]
+                "input_ids": [1, token],
+                "attention_mask": [1, 1],
+                "token_type_ids": [0, 0],
             }.items()
         ]
         url = f"{server.url}/v2/models/vectors_encoder/infer"
@@ -221,7 +223,7 @@ def test_models_of_vectors_and_scores_are_listed_and_described(http, server):
     assert listed["vectors"]["max_model_len"] == MAX_LENGTH
     assert http.get("/v1/models/vectors").json() == listed["vectors"]
     with Client(server.url) as client:
-        assert client.models() == []    # none of them generates text
+        assert client.models() == []  # none of them generates text
     with ollama.Client(server.url) as client:
         tagged = {model.model: model for model in client.list().models}
         assert [*tagged] == ["ranker:latest", "vectors:latest"]
@@ -261,7 +263,7 @@ def test_a_model_of_vectors_is_loaded_on_demand_and_deleted(tmp_path):
         assert raised.value.status_code == 400
         client.delete("vectors:latest")
         assert [model.model for model in client.list().models] == ["ranker:latest"]
-        answer = http.post("/v1/score", json={"text_1": "sea", "text_2": "sea"})    # the only one now
+        answer = http.post("/v1/score", json={"text_1": "sea", "text_2": "sea"})  # the only one now
         assert close(answer.json()["data"][0]["score"], score_of("sea", "sea"))
     assert not [*root.glob("vectors*")]
 
@@ -282,7 +284,7 @@ def test_prompts_of_the_model_are_written_before_texts(prompted):
         for extra, prompt in (
             ({"prompt_name": "query"}, "what is "),
             ({"input_type": "query"}, "what is "),
-            ({"input_type": "document"}, "the sea\n"),     # the model calls it passage
+            ({"input_type": "document"}, "the sea\n"),  # the model calls it passage
             ({"input_type": "passage"}, "the sea\n"),
             ({}, "deep "),
         ):
@@ -291,7 +293,7 @@ def test_prompts_of_the_model_are_written_before_texts(prompted):
                 expected = [vector_of(prompt + one) for one in ([texts] if texts == TEXTS[0] else texts)]
                 assert close([one.embedding for one in answer.data], expected)
         answer = client.embeddings.create(model="vectors", input=[ids_of("sea")])
-        assert close(answer.data[0].embedding, vector_of("sea"))    # token ids are read as they are
+        assert close(answer.data[0].embedding, vector_of("sea"))  # token ids are read as they are
         for name in ("no", ""):
             with pytest.raises(openai.BadRequestError) as raised:
                 client.embeddings.create(model="vectors", input="sea", extra_body={"prompt_name": name})

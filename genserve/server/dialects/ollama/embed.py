@@ -63,7 +63,7 @@ async def embed(body: EmbedBody, services: SharedServices, request: Request) -> 
     started_ns = time.monotonic_ns()
     model = await _model(services, body)
     texts = ([body.input] if body.input else []) if isinstance(body.input, str) else [*body.input]
-    if not texts:       # with which Ollama's clients load a model
+    if not texts:  # with which Ollama's clients load a model
         return VectorsResponse({"model": body.model, "embeddings": []})
     prompt = prompt_of(model)
     texts = [prompt + text for text in texts]

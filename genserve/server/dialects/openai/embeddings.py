@@ -59,7 +59,7 @@ class EmbeddingsBody(TolerantBody):
             case str():
                 return [prompt + self.input]
             case [int(), *_]:
-                return [self.input]     # type: ignore[list-item]
+                return [self.input]  # type: ignore[list-item]
             case _:
                 return [prompt + one if isinstance(one, str) else one for one in self.input]  # type: ignore[misc]
 
