@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +40,33 @@ _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"
 # For templates that need a tool.
 _TOOL = Tool(name="probe", description="Finds out what the template takes.")
 
-MAX_CPU_S = 2.0             # to compile a template, or to render a chat, which takes some 0.1 ms
-MAX_RENDER_S = 10.0         # wall-clock time, for a busy machine
+MAX_CPU_S = 2.0  # to compile a template, or to render a chat, which takes some 0.1 ms
+MAX_RENDER_S = 10.0  # wall-clock time, for a busy machine
 MAX_START_S = 30.0
-MAX_BYTES = 2**29           # memory limit of the process, which starts with 26 MB
+MAX_BYTES = 2**29  # memory limit of the process, which starts with 26 MB
 # Limits of a prompt: the characters that a template writes itself, more than any needs, and how many times it
 # may repeat the content of a request. Tokenizing a million characters takes a second and 100 MB.
 MAX_OWN_CHARS = 2**18
 MAX_TIMES_SHOWN = 4
 # The environment variables that the process gets. No others, which may hold passwords and API keys.
 ENVIRONMENT = ("PATH", "TZ", "TZDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Traits:
+    """What a template reads and takes; see the attributes of `ChatTemplate`."""
+
+    variables: frozenset[str]
+    tools_variable: str | None
+    tools_in_system: bool
+    roles: MessageRoles
+    reasoning: ReasoningVariables
+
+
+# By template and special tokens. A model that is loaded again, or has the template of another, so needs no
+# process before its first chat: its start takes 0.1 s.
+_TRAITS: dict[tuple[Any, ...], _Traits] = {}
+_MAX_TRAITS = 64
 
 
 class ChatTemplate:
@@ -78,20 +95,22 @@ class ChatTemplate:
         self.source = source
         self._name = name
         self._process = TemplateProcess(source, special_tokens=special_tokens)
-        try:
-            names = self._process.compile()
-        except TemplateFailed as error:
-            place = "the chat template cannot be compiled: " if isinstance(error, TemplateExceeded) else ""
-            raise RepositoryError(f"{name}: {place}{error}", remedy=_REMEDY) from None
-        self.variables = names - _RESERVED
-        # SmolLM3's template has only `xml_tools`.
-        self.tools_variable = next((name for name in ("tools", "xml_tools") if name in names), None)
         # Mistral's templates find the reasoning of earlier messages in their contents only.
         self._thinks_in_blocks = "[THINK]" in source and "reasoning_content" not in source
-        self._exceeds = False   # a limit in a try, which the first chat reports
-        self.tools_in_system = self.tools_variable is None and self._shows_tools_in_system()
-        self.roles = self._learn_roles()
-        self.reasoning = ReasoningVariables(self.variables, self._try)
+        self._exceeds = False  # a limit in a try, which the first chat reports
+        key = (source, *sorted(special_tokens.items()))
+        traits = _TRAITS.get(key)
+        if traits is None:
+            traits = self._learn()
+            if len(_TRAITS) >= _MAX_TRAITS:
+                _TRAITS.clear()
+            if not self._exceeds:
+                _TRAITS[key] = traits
+        self.variables = traits.variables
+        self.tools_variable = traits.tools_variable
+        self.tools_in_system = traits.tools_in_system
+        self.roles = traits.roles
+        self.reasoning = traits.reasoning
 
     def render(self, chat: Chat, *, change: Callable[[str], str] = str) -> str:
         """Render the prompt for the assistant's next turn, or for the rest of the last one.
@@ -148,6 +167,22 @@ class ChatTemplate:
         """End the process once it has rendered its current chat; a later `render` starts a new one."""
         self._process.close()
 
+    def _learn(self) -> _Traits:
+        try:
+            names = self._process.compile()
+        except TemplateFailed as error:
+            place = "the chat template cannot be compiled: " if isinstance(error, TemplateExceeded) else ""
+            raise RepositoryError(f"{self._name}: {place}{error}", remedy=_REMEDY) from None
+        # SmolLM3's template has only `xml_tools`.
+        tools_variable = next((name for name in ("tools", "xml_tools") if name in names), None)
+        return _Traits(
+            variables=names - _RESERVED,
+            tools_variable=tools_variable,
+            tools_in_system=tools_variable is None and self._shows_tools_in_system(),
+            roles=self._learn_roles(tools_variable or "tools"),
+            reasoning=ReasoningVariables(names - _RESERVED, self._try),
+        )
+
     def _try(self, variables: Mapping[str, Any]) -> str | None:
         """Return what the template writes, by default for a short chat; None: it rejects the variables."""
         chat = {"messages": [{"role": "user", "content": "a"}], "tools": None, "documents": None}
@@ -172,9 +207,9 @@ class ChatTemplate:
         _add_tools(messages, probe := "probe\ntools")
         return probe in (self._try({"messages": messages}) or "")
 
-    def _learn_roles(self) -> MessageRoles:
+    def _learn_roles(self, tools_variable: str) -> MessageRoles:
         """Return what the template takes, without tools, or else with one, which some templates need."""
-        tools: dict[str, Any] = {self.tools_variable or "tools": [_TOOL.as_dict()]}
+        tools: dict[str, Any] = {tools_variable: [_TOOL.as_dict()]}
         roles = learn_roles(lambda messages: self._try({"messages": messages}))
         roles = roles or learn_roles(lambda messages: self._try(tools | {"messages": messages}))
         return roles or MessageRoles()
@@ -207,7 +242,7 @@ class ChatTemplate:
             limits = ": it exceeded its limit on time, memory or output"
             exceeded = limits if isinstance(error, TemplateExceeded) else ""
             raise ModelFailed(f"the chat template failed{exceeded}", remedy=f"{SEE_LOG}; {_REMEDY}") from None
-        except NotSerializable as error:    # only a caller in this process can cause it
+        except NotSerializable as error:  # only a caller in this process can cause it
             field = "chat_template_kwargs"
             raise InvalidRequest(f"{field} must be JSON-serializable: {error}", field=field) from None
 
@@ -273,7 +308,7 @@ def _message(message: Message, change: Callable[[str], str], *, object_arguments
     for name in fields.keys() - {"role", "tool_calls"}:
         fields[name] = change(fields[name])
     if message.reasoning_content:
-        fields["thinking"] = fields["reasoning_content"]    # gpt-oss' and LFM2's name, as in transformers
+        fields["thinking"] = fields["reasoning_content"]  # gpt-oss' and LFM2's name, as in transformers
     if message.tool_calls:
         fields["tool_calls"] = [
             {
@@ -355,9 +390,9 @@ class TemplateProcess:
     ) -> None:
         self._max_cpu_s = max_cpu_s
         self._template = _json({"source": source, "special_tokens": dict(special_tokens)})
-        self._lock = threading.Lock()   # held while the process is used
+        self._lock = threading.Lock()  # held while the process is used
         self._child: _Child | None = None
-        self._is_closed = False         # the thread that uses the process ends it afterwards
+        self._is_closed = False  # the thread that uses the process ends it afterwards
         self._variables: frozenset[str] = frozenset()
 
     def compile(self) -> frozenset[str]:
@@ -419,7 +454,7 @@ class TemplateProcess:
             if isinstance(error, TemplateExceeded):
                 self._end()
             raise
-        except BaseException:   # such as Ctrl-C, before the answer has come
+        except BaseException:  # such as Ctrl-C, before the answer has come
             self._end()
             raise
         finally:
@@ -480,7 +515,7 @@ class _Child:
         try:
             self._socket.sendall(len(message).to_bytes(8) + message)
             size = int.from_bytes(self._receive(8, deadline_s=deadline_s))
-            if size > MAX_BYTES:    # more than the memory limit of the process
+            if size > MAX_BYTES:  # more than the memory limit of the process
                 raise ValueError(size)
             content = self._receive(size, deadline_s=deadline_s)
             kind, value = json.loads(content.decode(errors="surrogatepass"))
@@ -517,7 +552,7 @@ class _Child:
         return content
 
     def _death(self) -> str:
-        self._process.kill()    # the process may only have closed its output
+        self._process.kill()  # the process may only have closed its output
         status = self._process.wait()
         if status == -signal.SIGPROF:
             return f"it takes more than {self._max_cpu_s:g} s of CPU time"

@@ -8,14 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 
+import pytest
+
 from genserve.inference import Inference, InferenceRequest
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
 from genserve.tensor import string_tensor
+from genserve.text import chat_template
 from tests.support.live_server import children
 
 
-def test_no_chat_template_process_is_left(tiny_repository: Path) -> None:
+def test_no_chat_template_process_is_left(tiny_repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "_TRAITS", {})  # or the load would start none
     before = children()
     repository = Repository([tiny_repository], options=RepositoryOptions(control_mode=ControlMode.EXPLICIT))
     repository.start(["tiny_tokenizer"])

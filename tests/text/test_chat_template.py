@@ -110,7 +110,7 @@ def reference(source: str, chat: str, **controls: Any) -> str:
     return str(tokenizer.apply_chat_template(dicts, tokenize=False, **controls))
 
 
-@lru_cache(maxsize=16)   # each has a process
+@lru_cache(maxsize=16)  # each has a process
 def template(source: str) -> ChatTemplate:
     return ChatTemplate(source, special_tokens=SPECIAL_TOKENS, name=FILE)
 
@@ -121,6 +121,20 @@ def test_a_chat_renders_as_transformers_renders_it(name: str, chat: str) -> None
     rendered = template(TEMPLATES[name]).render(messages(chat))
     assert rendered == reference(TEMPLATES[name], chat)
     assert "S" in rendered or chat != "three turns"
+
+
+def test_a_template_that_is_known_starts_no_process_before_its_first_chat() -> None:
+    source = TEMPLATES[next(iter(TEMPLATES))]
+    known = template(source)
+    same = ChatTemplate(source, special_tokens=SPECIAL_TOKENS, name="another.jinja")
+    assert same._process._child is None
+    assert (same.variables, same.roles, same.reasoning) == (known.variables, known.roles, known.reasoning)
+    chat = messages(next(iter(CHATS)))
+    assert same.render(chat) == known.render(chat)
+    same.close()
+    other = ChatTemplate(source, special_tokens=SPECIAL_TOKENS | {"bos_token": "other"}, name=FILE)
+    assert other._process._child is not None
+    other.close()
 
 
 @pytest.mark.parametrize("chat", CHATS)
