@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import FastAPI, Request, Response
 from starlette.middleware.cors import CORSMiddleware
@@ -47,13 +47,13 @@ def create_app(services: Services, kserve: KServeState) -> FastAPI:
         title="genserve",
         version=__version__,
         description="Text generation and embeddings from a model repository in Triton's format.",
-        openapi_url=None,   # a route of `docs_page`, with rules
-        docs_url=None,      # FastAPI's own pages load their scripts from the internet
+        openapi_url=None,  # a route of `docs_page`, with rules
+        docs_url=None,  # FastAPI's own pages load their scripts from the internet
         redoc_url=None,
         telemetry={"tracing": False, "metrics": False, "logs": False},  # `RequestSpans` has the spans
         # `include_router` would build each of them again, for 30 ms of the first request.
         routes=[route for router in ROUTERS for route in router.routes],
-        redirect_slashes=False,     # a redirect would name a host, and repeat a request with its body
+        redirect_slashes=False,  # a redirect would name a host, and repeat a request with its body
         strict_content_type=False,  # clients may leave it out; AccessControl rejects forms
     )
     app.state.services = services
@@ -72,11 +72,13 @@ class _App(FastAPI):
         errors: the responses to requests that fail.
     """
 
+    _document: ClassVar[dict[str, Any] | None] = None
+
     def __init__(self, services: Services, kserve: KServeState, **options: Any) -> None:
         super().__init__(**options)
         self.errors = ErrorResponses(ROUTERS)
         self.errors.install(self)
-        for error in (ClientLeft, ClientDisconnect):    # before the answer; in the middle of the body
+        for error in (ClientLeft, ClientDisconnect):  # before the answer; in the middle of the body
             self.add_exception_handler(error, _on_client_left)
         self._generations = {
             route.path: route for route in self.routes if isinstance(route, JsonRoute) and route.generates
@@ -88,20 +90,21 @@ class _App(FastAPI):
         if origins := services.settings.allowed_origins:
             self._cors = CORSMiddleware(
                 self._route,
-                allow_origins=[origin.lower() for origin in origins],   # as browsers do
+                allow_origins=[origin.lower() for origin in origins],  # as browsers do
                 allow_methods=["*"],
                 allow_headers=["*"],
                 expose_headers=["*"],
-                allow_private_network=True,     # some browsers check before a public page reaches loopback
+                allow_private_network=True,  # some browsers check before a public page reaches loopback
             )
 
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI document, with the errors of each dialect."""
-        is_new = self.openapi_schema is None
-        document = super().openapi()
-        if is_new:
+        # The applications of a process have the same routes, whose document takes half a second.
+        if _App._document is None:
+            document = super().openapi()
             document_errors(document, ROUTERS)
-        return document
+            _App._document = document
+        return _App._document
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request; the ASGI protocol."""
@@ -126,7 +129,7 @@ class _App(FastAPI):
 
     def _answer(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] == "http":
-            if scope["method"] == "HEAD":   # as GET; uvicorn leaves out the body
+            if scope["method"] == "HEAD":  # as GET; uvicorn leaves out the body
                 scope = {**scope, "method": "GET"}
             route = self._generations.get(scope["path"])
             if route is not None and scope["method"] in (route.methods or ()):
