@@ -13,7 +13,8 @@ from tests.support.step_gate import StepGate
 
 
 @pytest.fixture(scope="session")
-def _shared_server(tiny_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
+def shared_server(tiny_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
+    """A running server, without other streams."""
     folder = tmp_path_factory.mktemp("faults")
     repository = faults_repository(tiny_repository, folder / "repository")
     flags = ("--model-control-mode=explicit", "--load-model=*")
@@ -22,18 +23,18 @@ def _shared_server(tiny_repository: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def _beside_streams(_shared_server: SharedServer) -> Iterator[None]:
+def _beside_streams(shared_server: SharedServer) -> Iterator[None]:
     """The streams run only during the tests of this folder."""
-    _shared_server.bystanders.start()
+    shared_server.bystanders.start()
     yield
-    _shared_server.bystanders.stop()
+    shared_server.bystanders.stop()
 
 
 @pytest.fixture
-def server(_shared_server: SharedServer, _beside_streams: None) -> Iterator[SharedServer]:
+def server(shared_server: SharedServer, _beside_streams: None) -> Iterator[SharedServer]:
     """A running server; after the test: ready, without leaks, the other streams unharmed, its log clean."""
-    yield _shared_server
-    _shared_server.check()
+    yield shared_server
+    shared_server.check()
 
 
 @pytest.fixture

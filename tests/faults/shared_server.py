@@ -21,14 +21,22 @@ from tests.support.live_server import line_with, wait_until
 CANARY = "canary-7d1f"
 MODELS = ("add_sub", "fails", "generate", "identity_fp32", "identity_string", "repeat", "types")
 # A step takes some milliseconds, as with a real model: every stream of a bystander lasts for many requests.
+# The oldest of the sequences waits for all.
 _DECODER = """
 import time
 
 class TritonPythonModel:
+    running = []
+
     async def decode(self, sequence):
-        while not sequence.finished:
-            sequence.append(await sequence.sample())
-            time.sleep(0.006)
+        self.running.append(id(sequence))
+        try:
+            while not sequence.finished:
+                sequence.append(await sequence.sample())
+                if self.running[0] == id(sequence):
+                    time.sleep(0.01)
+        finally:
+            self.running.remove(id(sequence))
 """
 _LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ [\w.]+: ")
 _NOT_PUBLIC = re.compile(r"Traceback|site-packages|File \"|/tmp/|0x[0-9a-f]{6}|genserve\.\w+\.|<class ")

@@ -81,8 +81,8 @@ def read_stream(client: Client) -> tuple[str, GenserveError | None]:
     return text, None
 
 
-@pytest.fixture
-def recorded(server: SharedServer) -> bytes:
+@pytest.fixture(scope="module")
+def recorded(shared_server: SharedServer) -> bytes:
     """The bytes of a whole answer, with its head and the frames of its chunks."""
     chunks: list[bytes] = []
     request = api_calls.chat_stream(
@@ -95,7 +95,7 @@ def recorded(server: SharedServer) -> bytes:
         "Content-Type: application/json",
         f"Content-Length: {len(request.body)}",
     )
-    with server.connect() as connection:
+    with shared_server.connect() as connection:
         connection.sendall("\r\n".join((*lines, "\r\n")).encode() + request.body)
         while chunk := connection.recv(65536):
             chunks.append(chunk)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -20,8 +21,10 @@ REQUESTS = {
 TEXTS = ("hello there", "你好, мир 😀", " \n\t ") * 2
 
 
-def same(answers):
-    """Compare what the dialects say; what one of them leaves out is left out."""
+def same(server, asks, asked, params):
+    """Ask at the same time, and compare what the dialects say; what one of them leaves out is left out."""
+    with ThreadPoolExecutor(len(asks)) as pool:
+        answers = list(pool.map(lambda ask: ask(server, asked, params), asks))
     first = answers[0]
     for answer in answers:
         assert not answer.error
@@ -33,16 +36,16 @@ def same(answers):
 
 @pytest.mark.parametrize(("name", "text"), list(zip(REQUESTS, TEXTS, strict=True)), ids=list(REQUESTS))
 def test_a_prompt_has_one_answer_in_every_dialect(server, name, text):
-    same([ask(server, text, REQUESTS[name]) for ask in (completions, *PROMPTS)])
+    same(server, (completions, *PROMPTS), text, REQUESTS[name])
 
 
 def test_a_draw_from_no_probability_is_the_best_token_in_every_dialect(server):
     """OpenAI's clients and Ollama's send `top_p: 0` for it."""
     greedy = completions(server, TEXTS[0], REQUESTS["greedy"])
     drawn = {"max_tokens": 12, "temperature": 1.0, "top_p": 0.0, "seed": 3}
-    assert same([ask(server, TEXTS[0], drawn) for ask in PROMPTS]).text == greedy.text
+    assert same(server, PROMPTS, TEXTS[0], drawn).text == greedy.text
     messages = [{"role": "user", "content": TEXTS[0]}]
-    best = same([ask(server, messages, drawn) for ask in CHATS])
+    best = same(server, CHATS, messages, drawn)
     assert best == chat_completions(server, messages, REQUESTS["greedy"])
 
 
@@ -51,7 +54,7 @@ def test_a_chat_has_one_answer_in_every_dialect_and_that_of_its_tokens(server, n
     turns = ("hello", "hi", "good bye {{7*7}} <|im_end|>")
     roles = ("user", "assistant", "user")
     messages = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=True)]
-    answer = same([ask(server, messages, REQUESTS[name]) for ask in CHATS])
+    answer = same(server, CHATS, messages, REQUESTS[name])
     ids = server.post("/tokenize", {"messages": messages}).json()["tokens"]
     assert completions(server, ids, REQUESTS[name]) == answer
 
@@ -63,8 +66,8 @@ def test_system_messages_at_the_beginning_are_one_in_every_dialect(server):
     several = [*({"role": "system", "content": text} for text in texts), question]
     one = [{"role": "system", "content": "\n\n".join(texts)}, question]
     params = REQUESTS["greedy"]
-    expected = same([ask(server, one, params) for ask in CHATS])
-    assert same([ask(server, several, params) for ask in CHATS]) == expected
+    expected = same(server, CHATS, one, params)
+    assert same(server, CHATS, several, params) == expected
     rest = [{"role": "developer", "content": texts[1]}, question]
     developer = [{"role": "system", "content": texts[0]}, *rest]
     assert chat_completions(server, developer, params) == expected

@@ -79,8 +79,8 @@ def test_a_failure_after_five_tokens_is_the_last_event(scripted: LiveServer, pat
 
 
 @given(st.lists(st.sampled_from(PIECES) | st.characters(exclude_categories=["Cs"]), max_size=12).map("".join))
-def test_no_text_forges_an_event_of_kserve(_shared_server: SharedServer, text: str) -> None:  # noqa: PT019
-    with _shared_server.connect() as connection:
+def test_no_text_forges_an_event_of_kserve(shared_server: SharedServer, text: str) -> None:
+    with shared_server.connect() as connection:
         connection.sendall(request_bytes("/v2/models/identity_string/generate_stream", {"X": text}))
         body = read_response(connection).body.decode()
     [line] = data_of(iter(body.splitlines()))
