@@ -161,7 +161,7 @@ def test_a_crash_under_load_fails_its_own_call_and_the_process_comes_back(url: s
     assert failed.status_code == 500
     assert failed.json()["error"] == "Stub process 'process_0' is not healthy."
     assert not wrong
-    wait_until(lambda: not running("sleep\x0086123"))     # what it had started
+    wait_until(lambda: not running("sleep\x0086123"), every_s=0.05)  # what it had started
 
 
 def running(command: str) -> bool:
@@ -170,7 +170,7 @@ def running(command: str) -> bool:
         try:
             if file.read_text().startswith(command):
                 return True
-        except OSError:     # it has ended meanwhile
+        except OSError:  # it has ended meanwhile
             continue
     return False
 

@@ -31,7 +31,7 @@ class TritonPythonModel:
 """
 SHARED = "all of them begin with these words, "
 TOKENS = 110
-NUM_BLOCKS = 20     # for one request and a half; ten are running, or few on a busy machine
+NUM_BLOCKS = 20  # for one request and a half; ten are running, or few on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def _texts(events: str) -> list[str]:
 
 def test_no_answer_has_anything_of_another_request(live: LiveServer) -> None:
     draw = random.Random(0)
-    canaries = [f"{draw.getrandbits(64):016x}" for _ in range(12 * len(FACES))]
+    canaries = [f"{draw.getrandbits(64):016x}" for _ in range(8 * len(FACES))]
     ledger = RequestLedger(live)
     with ThreadPoolExecutor(10) as pool:
         answers = list(pool.map(lambda number: ask(live, number, canaries), range(len(canaries))))

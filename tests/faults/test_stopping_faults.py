@@ -206,7 +206,7 @@ def test_sigterm_ends_every_answer_and_every_process(repository: Path) -> None:
     assert "error" in json.loads(busy.text)
     assert "stopping: waiting for 8 running requests" in log or "stopping: waiting for 9" in log
     assert "Traceback" not in log
-    wait_until(lambda: started.isdisjoint(parents()))
+    wait_until(lambda: started.isdisjoint(parents()), every_s=0.1)
 
 
 def test_a_killed_server_leaves_nothing_behind_and_the_next_one_starts_at_once(repository: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_killed_server_leaves_nothing_behind_and_the_next_one_starts_at_once(r
         port = host.partition(":")[2]
         with serving(repository, f"--http-port={port}", "--model-control-mode=explicit") as again:
             assert host in line_with(again, "Ready at")
-        wait_until(lambda: started.isdisjoint(parents()), timeout_s=20)
+        wait_until(lambda: started.isdisjoint(parents()), timeout_s=20, every_s=0.1)
         assert not shared_memory_of(process.pid)
     assert {str(path) for path in repository.rglob("*")} == files
 
@@ -261,7 +261,7 @@ def test_a_signal_at_any_moment_leaves_nothing_behind(repository: Path, number: 
     for call in calls:
         call.join()
     assert "Traceback" not in log, log[-3000:]
-    wait_until(lambda: started.isdisjoint(parents()), timeout_s=20)
+    wait_until(lambda: started.isdisjoint(parents()), timeout_s=20, every_s=0.1)
     assert not shared_memory_of(process.pid)
     if number == signal.SIGKILL:
         return

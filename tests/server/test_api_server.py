@@ -111,10 +111,8 @@ def hang_up():
 
 
 @pytest.mark.usefixtures("hang_up")
-@pytest.mark.parametrize(
-    "signal_name",  # test_stopping.py has Ctrl-C
-    ["SIGTERM", *(pytest.param(name, marks=pytest.mark.extended) for name in ("SIGINT", "SIGHUP"))],
-)
+@pytest.mark.extended  # test_access_log.py has SIGTERM, and test_stopping.py Ctrl-C
+@pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGINT", "SIGHUP"])
 def test_a_signal_stops_the_server_gracefully(tiny_repository, signal_name):
     with serving(tiny_repository) as process:
         line_with(process, "Ready at")
@@ -155,13 +153,11 @@ class TritonPythonModel:
 ASKED = {"inputs": [{"name": "X", "datatype": "FP32", "shape": [1], "data": [1]}]}
 
 
+@pytest.mark.extended  # tests/faults/test_stopping_faults.py has one beside streams
 @pytest.mark.parametrize(
     ("drain_s", "signals", "codes"),
     # Signals that arrive together are handled in any order.
-    [
-        (0.1, [signal.SIGTERM], {0}),
-        pytest.param(60, [signal.SIGTERM, signal.SIGINT], {130, 143}, marks=pytest.mark.extended),
-    ],
+    [(0.1, [signal.SIGTERM], {0}), (60, [signal.SIGTERM, signal.SIGINT], {130, 143})],
 )
 def test_a_hanging_model_does_not_keep_the_server_running(tmp_path, drain_s, signals, codes):
     write_model(tmp_path, "stuck", code=STUCK)

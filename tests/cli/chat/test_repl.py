@@ -60,6 +60,7 @@ def test_ctrl_c_drops_the_line_or_hints_how_to_leave(terminal: Terminal) -> None
     terminal.expect("last asked: None")
 
 
+@pytest.mark.extended
 def test_alt_enter_starts_a_new_line_and_enter_sends_both(terminal: Terminal) -> None:
     say(terminal, "one" + ALT_ENTER + "two" + ENTER)
     terminal.expect("ONE TWO")
@@ -166,7 +167,7 @@ def test_commands_are_completed_and_bye_leaves(terminal: Terminal) -> None:
 def test_a_second_tab_leaves_the_only_completion(terminal: Terminal) -> None:
     terminal.expect(PROMPT)
     terminal.type("/markd")
-    terminal.expect("render answers")   # in the menu
+    terminal.expect("render answers")  # in the menu
     terminal.type(TAB + TAB + " off" + ENTER)
     terminal.expect("Markdown is shown as the model writes it")
 
@@ -215,6 +216,7 @@ def test_ctrl_c_while_a_model_is_loaded_keeps_the_old_one(terminal: Terminal) ->
     assert terminal.wait() == 0
 
 
+@pytest.mark.extended
 def test_ctrl_c_before_the_first_token_leaves_the_question_out(terminal: Terminal) -> None:
     say(terminal, "silent" + ENTER)
     terminal.expect("⠋")
@@ -226,6 +228,7 @@ def test_ctrl_c_before_the_first_token_leaves_the_question_out(terminal: Termina
     terminal.expect("last asked: ['hello']")
 
 
+@pytest.mark.extended
 def test_ctrl_c_in_the_editor_belongs_to_the_editor(tmp_path: Path) -> None:
     editor = tmp_path / "editor"
     editor.write_text(

@@ -46,9 +46,7 @@ def of(name: str) -> dict[str, str]:
 
 
 def chat(server: LiveServer, name: str, **fields: Any) -> httpx2.Response:
-    return httpx2.post(
-        f"{server.url}/v1/chat/completions", json=CHAT | fields, headers=of(name), timeout=60
-    )
+    return httpx2.post(f"{server.url}/v1/chat/completions", json=CHAT | fields, headers=of(name), timeout=60)
 
 
 def usage(server: LiveServer, name: str) -> dict[str, Any]:
@@ -117,7 +115,7 @@ def test_a_full_queue_has_room_for_another_key(server: LiveServer) -> None:
     engine = server.model.engine
     with ThreadPoolExecutor(64) as threads:
         floods = [
-            threads.submit(chat, server, "alice", max_tokens=150, temperature=1, seed=number)
+            threads.submit(chat, server, "alice", max_tokens=80, temperature=1, seed=number)
             for number in range(64)
         ]
         wait_until(lambda: engine.num_accepted + engine.num_preparing >= engine.capacity)
@@ -127,5 +125,3 @@ def test_a_full_queue_has_room_for_another_key(server: LiveServer) -> None:
     assert {*statuses} == {200, 429}
     assert of_alice.status_code == 429
     assert [answer.status_code for answer in of_bob] == [200] * 3
-
-

@@ -80,6 +80,7 @@ def test_the_second_signal_ends_the_server_at_once(tmp_path: Path) -> None:
     assert process.returncode == 128 + signal.SIGTERM
 
 
+@pytest.mark.extended  # test_api_server.py has a load that hangs
 def test_ctrl_c_while_the_models_are_loaded(tmp_path: Path) -> None:
     gate = gated_model(tmp_path, method="initialize")
     with serving(tmp_path / "models") as process:

@@ -129,18 +129,37 @@ MESSAGES = [{"role": "user", "content": "x"}]
 @pytest.mark.parametrize(
     ("method", "path", "body", "pattern"),
     [
-        ("POST", "/v1/completions", {"prompt": "swordfish", "max_tokens": -1},
-         "400 .*error=invalid_request field=max_tokens$"),
-        ("POST", "/v1/chat/completions", {"messages": MESSAGES, "tools": [{"type": "swordfish"}]},
-         r"400 .*error=invalid_request field=tools\[0\].type$"),
-        ("POST", "/v1/chat/completions",
-         {"messages": MESSAGES, "chat_template_kwargs": {"swordfish": 1}},
-         "400 .*error=invalid_request field=chat_template_kwargs$"),
-        ("POST", "/v1/completions", {"prompt": "x", "model": "nobody"},
-         "404 model=nobody .*=model_not_found"),
+        (
+            "POST",
+            "/v1/completions",
+            {"prompt": "swordfish", "max_tokens": -1},
+            "400 .*error=invalid_request field=max_tokens$",
+        ),
+        (
+            "POST",
+            "/v1/chat/completions",
+            {"messages": MESSAGES, "tools": [{"type": "swordfish"}]},
+            r"400 .*error=invalid_request field=tools\[0\].type$",
+        ),
+        (
+            "POST",
+            "/v1/chat/completions",
+            {"messages": MESSAGES, "chat_template_kwargs": {"swordfish": 1}},
+            "400 .*error=invalid_request field=chat_template_kwargs$",
+        ),
+        (
+            "POST",
+            "/v1/completions",
+            {"prompt": "x", "model": "nobody"},
+            "404 model=nobody .*=model_not_found",
+        ),
         ("POST", "/api/generate", {"prompt": "x", "model": "nobody"}, "404 model=nobody .*=model_not_found"),
-        ("POST", "/v1beta/models/nobody:generateContent", {"contents": [{"parts": [{"text": "x"}]}]},
-         "404 model=nobody .*=model_not_found"),
+        (
+            "POST",
+            "/v1beta/models/nobody:generateContent",
+            {"contents": [{"parts": [{"text": "x"}]}]},
+            "404 model=nobody .*=model_not_found",
+        ),
         ("POST", "/generate", {"swordfish": 1}, "422 .*error=invalid_request"),
         ("GET", "/nothing?key=swordfish", None, "404 "),
         ("PUT", "/v1/models", None, "405 "),
@@ -326,6 +345,7 @@ def test_with_a_log_file_nothing_is_on_stderr(tmp_path):
         httpx2.get(f"{url}/nothing")
         process.terminate()
         assert not process.communicate()[1]
+    assert process.returncode == 0
     expected = [
         rf"INFO \S+: listening at {url}, gRPC at \S+, metrics at http://\S+/metrics",
         r"INFO \S+: model speaks version 1 is ready, loaded in \d+\.\d s",
