@@ -46,13 +46,10 @@ class Backend(Protocol):
     """One instance of one version of a model. A backend is a class with these five methods.
 
     An entry point of the group `genserve.backends` registers a class under the name that config.pbtxt uses.
-    The class may have four more methods, called from any thread: `is_ready(self) -> bool`; `abort(self) ->
+    The class may have three more methods, called from any thread: `is_ready(self) -> bool`; `abort(self) ->
     bool`, which makes a running `execute` return when an unload has timed out, and returns whether it can;
-    `is_quick(self, inference: Inference) -> bool`, whether `execute` takes less than a millisecond for a
-    request and may run on any thread: then an idle instance runs on the event loop, or on the thread of
-    the step before; and `check_files(cls, folder: Path, config: ModelConfig) -> None`, a class method that
-    raises the error with which a load would reject the files of a version, and runs none of their code
-    (`genserve check`).
+    and `check_files(cls, folder: Path, config: ModelConfig) -> None`, a class method that raises the error
+    with which a load would reject the files of a version, and runs none of their code (`genserve check`).
     """
 
     @classmethod

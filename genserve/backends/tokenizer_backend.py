@@ -19,8 +19,6 @@ from genserve.text.tokenizer import EncodedText, Tokenizer
 from genserve.text.tokenizer_files import recommended_sampling_params
 
 TEXT, PAIR = "text_input", "text_pair"
-# Texts that are encoded in less time than another thread takes to wake up and answer: in 0.02 to 0.2 ms.
-_QUICK_TEXTS, _QUICK_BYTES = 4, 512
 
 
 class TokenizerBackend:
@@ -53,16 +51,6 @@ class TokenizerBackend:
         self._pads = source.config.output(ATTENTION_MASK) is not None
         read_prompts(source.config)  # which are checked here, and written by routes
         self._max_length = integer_parameter(source.config.parameters, "max_length", default=0) or None
-
-    def is_quick(self, inference: Inference) -> bool:
-        """Whether the texts of a request are few and short; see `Backend`."""
-        num_bytes = 0
-        for tensor in inference.inputs.values():
-            if tensor.array.size > _QUICK_TEXTS:
-                return False
-            for text in tensor.array.flat:
-                num_bytes += len(text) if isinstance(text, (bytes, str)) else _QUICK_BYTES
-        return num_bytes < _QUICK_BYTES
 
     def execute(self, batch: Sequence[Inference]) -> None:
         """Encode the texts of each inference; one whose texts are invalid or too long fails alone."""

@@ -68,16 +68,6 @@ class ModelInstance:
         is_ready = getattr(self._backend, "is_ready", None)
         return is_ready is None or bool(is_ready())
 
-    def is_quick(self, inference: Inference) -> bool:
-        """Whether the backend says that any thread may execute a request; see `Backend`."""
-        is_quick = getattr(self._backend, "is_quick", None)
-        return is_quick is not None and bool(is_quick(inference))
-
-    def execute_here(self, batch: Sequence[Inference]) -> None:
-        """Execute a batch on the thread of the caller, while its own sleeps."""
-        assert self._backend is not None
-        self._execute(self._backend, batch)
-
     def join(self, timeout_s: float | None = None) -> bool:
         """Wait until it has closed, after its scheduler has; return False on timeout."""
         self._thread.join(timeout_s)
@@ -206,10 +196,9 @@ class ModelInstances:
         return self._scheduler.num_waiting
 
     def submit(self, inference: Inference) -> None:
-        """Queue an inference, or execute it at once if it is quick and an instance is idle."""
+        """Queue an inference."""
         inference.blocked_by = self._blockers
-        is_quick = self._instances[0].is_quick(inference)
-        self._scheduler.submit(inference, execute_here=self._execute_here if is_quick else None)
+        self._scheduler.submit(inference)
 
     def close(self) -> None:
         """Fail the waiting inferences, and close each instance on its thread.
@@ -224,9 +213,6 @@ class ModelInstances:
                 logger.error("instance %s is abandoned: the code of the model does not return", name)
             elif self._permits:
                 self._permits[number].withdraw()
-
-    def _execute_here(self, number: int, batch: Sequence[Inference]) -> None:
-        self._instances[number].execute_here(batch)
 
 
 def _ended(instance: ModelInstance, *, until_s: float) -> bool:

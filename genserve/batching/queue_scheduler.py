@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
 
 from genserve.batching.dynamic_batcher import DynamicQueue, batch_key
 from genserve.batching.rate_limiter import ResourcePermit
@@ -30,9 +29,6 @@ from genserve.inference import Inference
 from genserve.wakeup import Wakeup
 
 logger = logging.getLogger(__name__)
-
-# Executes a batch as the instance of a number, and calls `done`.
-ExecuteHere: TypeAlias = Callable[[int, Sequence[Inference]], None]
 
 
 def make_scheduler(
@@ -114,8 +110,7 @@ class QueueScheduler:
 
     There is no scheduler thread: a batch can grow until an instance asks for it. An idle instance sleeps on
     its own wakeup. One lock is held while a batch is planned; requesters are always answered outside of it.
-    `submit` and `close` are called from any thread, `take` by the thread of each instance, and `done` by the
-    thread that has executed the batch.
+    `submit` and `close` are called from any thread, `take` and `done` by the thread of each instance.
     """
 
     def __init__(self, queue: Queue, *, num_instances: int, permits: Sequence[ResourcePermit] = ()) -> None:
@@ -140,14 +135,8 @@ class QueueScheduler:
         """Inferences accepted and not taken."""
         return len(self._queue)
 
-    def submit(self, inference: Inference, *, execute_here: ExecuteHere | None = None) -> None:
+    def submit(self, inference: Inference) -> None:
         """Queue an inference that has been validated against the model's config.
-
-        Args:
-            inference: the inference.
-            execute_here: executes a batch as an instance, on the thread of the caller. It is called if an
-                instance sleeps that would start this inference now and alone, unless there is a rate limiter.
-                That instance sleeps on meanwhile, and no thread has to be woken. None: instances execute it.
 
         Raises:
             InferenceError: the queue is full, the request violates the rules of its sequence, or the model is
@@ -156,28 +145,13 @@ class QueueScheduler:
         with self._lock:
             if self._closed:
                 raise stopping_error(inference.request)
-            now_ns = time.monotonic_ns()
-            starts_here = execute_here is not None and not self._queue and not self._permits
-            instance = self._queue.add(inference, now_ns=now_ns)
+            instance = self._queue.add(inference, now_ns=time.monotonic_ns())
             if self._queue.expires_ns is not None:
                 self._arm()
-            sleeper = None if instance is None else self._pop_sleeper(instance)
-            batch: Sequence[Inference] = ()
-            if starts_here and sleeper is not None:
-                plan = self._queue.plan(sleeper, now_ns=now_ns)
-                if plan.batch:
-                    batch, _ = self._start(sleeper, plan, now_ns=now_ns)
+            wakeup = None if instance is None else self._pop_sleeper(instance)
         inference.when_cancelled(partial(self._cancel, inference))
-        if sleeper is None:
-            return
-        if not batch:
-            self._wakeups[sleeper].notify()  # last, since the other thread runs immediately
-            return
-        assert execute_here is not None
-        try:
-            execute_here(sleeper, batch)
-        finally:
-            self._let_sleep(sleeper)
+        if wakeup is not None:
+            wakeup.notify()  # last, since the other thread runs immediately
 
     def take(self, instance: int) -> Sequence[Inference] | None:
         """Wait for the next batch of an instance; None: the scheduler is closed.
@@ -190,20 +164,20 @@ class QueueScheduler:
         while True:
             rejected: list[Rejection] = []
             batch: Sequence[Inference] = ()
-            sleeper: int | None = None
+            wakeup: Wakeup | None = None
             with self._lock:
                 now_ns = time.monotonic_ns()
                 if self._armed_ns is not None and now_ns >= self._armed_ns:
                     rejected = self._queue.expire(now_ns=now_ns)
                 plan = self._queue.plan(instance, now_ns=now_ns)
                 if plan.batch and has_permit and not rejected:
-                    batch, sleeper = self._start(instance, plan, now_ns=now_ns)
+                    batch, wakeup = self._start(instance, plan, now_ns=now_ns)
                 is_finished = self._closed and not self._queue
                 is_idle = not (rejected or plan.batch or is_finished)
                 if is_idle:
                     self._asleep.append(instance)
-            if sleeper is not None:
-                self._wakeups[sleeper].notify()
+            if wakeup is not None:
+                wakeup.notify()
             if batch:
                 return batch
             for rejection in rejected:
@@ -257,8 +231,8 @@ class QueueScheduler:
 
     def _start(
         self, instance: int, plan: BatchPlan, *, now_ns: int
-    ) -> tuple[Sequence[Inference], int | None]:
-        """Return the batch, and a sleeping instance, to be notified, that should plan the rest."""
+    ) -> tuple[Sequence[Inference], Wakeup | None]:
+        """Return the batch, and the wakeup of an instance that should plan the rest of the queue."""
         batch = self._queue.start(instance, plan.batch, now_ns=now_ns)
         if self._queue.expires_ns is not None:
             self._arm()
@@ -304,23 +278,14 @@ class QueueScheduler:
                 return
         wakeup.wait()  # another thread is about to notify
 
-    def _let_sleep(self, instance: int) -> None:
-        """Leave the thread of an instance asleep whose batch was executed elsewhere, unless it has work."""
-        with self._lock:
-            has_work = self._closed or bool(self._queue)
-            if not has_work:
-                self._asleep.append(instance)
-        if has_work:
-            self._wakeups[instance].notify()
-
-    def _pop_sleeper(self, instance: int) -> int | None:
-        """Return a sleeping instance, to be notified outside of the lock; None: none sleeps."""
+    def _pop_sleeper(self, instance: int) -> Wakeup | None:
+        """Return the wakeup of a sleeping instance, to be notified outside of the lock; None: none sleeps."""
         if instance == ANY_INSTANCE:
-            return self._asleep.pop() if self._asleep else None
+            return self._wakeups[self._asleep.pop()] if self._asleep else None
         if instance not in self._asleep:
             return None
         self._asleep.remove(instance)
-        return instance
+        return self._wakeups[instance]
 
     def _notify_all(self) -> None:
         while self._asleep:

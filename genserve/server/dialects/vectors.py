@@ -289,8 +289,7 @@ async def _run(request: InferenceRequest, services: Services, running: set[Infer
     running.add(inference)
     try:
         services.repository.submit(inference)
-        # A quick model has answered by now, and awaiting it would take turns of the event loop.
-        response = answered.result() if answered.done() else await asyncio.wrap_future(answered)
+        response = await asyncio.wrap_future(answered)
     except InferenceError as error:
         raise _in_words_of_dialects(error) from error
     finally:
