@@ -17,10 +17,11 @@ from genserve.errors import InvalidRequest
 from genserve.sampling.structured_outputs import JsonOptions, StructuredOutputs
 from genserve.structured_output.argument_grammar import arguments_field
 from genserve.structured_output.closing_grammar import JsonTokens
-from genserve.structured_output.grammar_trial import LIMITS, MAX_MESSAGE_CHARS, compile_rejection
+from genserve.structured_output.grammar_trial import compile_rejection
 from genserve.structured_output.json_escapes import Escapes, EscapeTokens
 from genserve.structured_output.json_schema import guided_schema, with_all_escapes
 from genserve.structured_output.tool_grammar import ToolGrammar
+from genserve.structured_output.trial_compiler import LIMITS, MAX_MESSAGE_CHARS
 from genserve.structured_output.unique_keys import TokenBytes, UniqueKeys
 from genserve.text.argument_syntax import JSON
 from genserve.text.tokenizer import Tokenizer
@@ -92,9 +93,7 @@ class GuidanceGrammar:
         else:
             before = self._matcher.deep_copy()
             accepted = self._matcher.consume_token(token_id)
-            after = self._escapes.accept(
-                token_id, before=before, matcher=self._matcher, accepted=accepted
-            )
+            after = self._escapes.accept(token_id, before=before, matcher=self._matcher, accepted=accepted)
             self._matcher, accepted = after or self._matcher, after is not None
         if accepted and self._keys is not None:
             self._keys.accept(token_id)
@@ -113,8 +112,8 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._compiled: OrderedDict[StructuredOutputs | str, LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()           # guards the cache
-        self._compiling = threading.Lock()      # compiles one at a time, to leave CPU time to the engine
+        self._lock = threading.Lock()  # guards the cache
+        self._compiling = threading.Lock()  # compiles one at a time, to leave CPU time to the engine
 
     def compile(self, outputs: StructuredOutputs, *, is_tried: bool = False) -> GuidanceGrammar:
         """Return a grammar for one answer, compiled or copied from the cache; not for an event loop.
@@ -224,7 +223,7 @@ class GrammarCompiler:
 
         try:
             grammar = source()
-        except (ValueError, RecursionError) as error:   # RecursionError: nested too deeply
+        except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
             raise _CompileError(str(error)) from None
         reason = compile_rejection(grammar) if needs_trial else ""
         if not reason:
