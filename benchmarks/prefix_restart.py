@@ -5,12 +5,12 @@
 starts `genserve serve --prefix-cache-dir` with an empty folder, sends `--rounds` prompts of `--tokens` tokens
 twice, stops the server, starts another one on the folder and sends it the prompts again. Prints the medians
 of the time to first token: computed, from memory and from disk. Fails unless all answers to a prompt have the
-same tokens and log-probabilities. Then runs a server with a folder and one without it side by side. Both have
+same tokens and log-probabilities. Then runs a server with a folder and two without it side by side. All have
 the same 8 conversations of three turns at once, one server after the other at each turn: a system prompt of
 `--cost-tokens` tokens that all share, messages of half as many, and answers of 32 tokens. `--cost-rounds`
 such sets of conversations follow each other. Prints how much more time for its answers, and CPU time of the
-process until their blocks are written, the server with the folder takes for a turn; with `--cost-rounds 0` it
-does not.
+process until their blocks are written, the server with the folder takes for a turn than one without it, and
+the other one without it as a control; with `--cost-rounds 0` it does not.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from itertools import cycle, permutations
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,8 @@ from report import markdown
 from servers import Running, cpu_s, genserve_server
 
 ANSWER_TOKENS = 32
-STREAMS, TURNS = 8, 3     # of the conversations
-_WRITING_S = 0.3    # in which the blocks of the last answers are written
+STREAMS, TURNS = 8, 3  # of the conversations
+_WRITING_S = 0.3  # in which the blocks of the last answers are written
 
 
 def main() -> None:
@@ -45,7 +46,7 @@ def main() -> None:
         runs = []
         for num_times in (2, 1):
             with genserve_server(options.model_repository, flags=flags) as server:
-                _ask(server, _prompt(64, seed=-1))      # the first request of a process is slower
+                _ask(server, _prompt(64, seed=-1))  # the first request of a process is slower
                 runs += [[_ask(server, prompt) for prompt in prompts] for _ in range(num_times)]
     computed, *cached = ([answer for _, answer in run] for run in runs)
     if any(answers != computed for answers in cached):
@@ -64,12 +65,13 @@ def _cost(options: argparse.Namespace) -> str:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         servers = {
             name: stack.enter_context(genserve_server(options.model_repository, flags=flags))
-            for name, flags in (("off", []), ("on", [f"--prefix-cache-dir={folder}"]))
+            for name, flags in (("off", []), ("off again", []), ("on", [f"--prefix-cache-dir={folder}"]))
         }
+        orders = cycle(permutations(servers))
         threads = stack.enter_context(ThreadPoolExecutor(STREAMS))
         figures: dict[str, list[tuple[float, float]]] = {name: [] for name in servers}
         for number in range(options.cost_rounds + 1):
-            prompts = [_prompt(options.cost_tokens, seed=-2)] * STREAMS     # the system prompt
+            prompts = [_prompt(options.cost_tokens, seed=-2)] * STREAMS  # the system prompt
             for turn in range(TURNS):
                 first_seed = 1000 + (number * TURNS + turn) * STREAMS
                 prompts = [
@@ -77,26 +79,29 @@ def _cost(options: argparse.Namespace) -> str:
                     for seed, prompt in enumerate(prompts, first_seed)
                 ]
                 answers = {}
-                for name in sorted(servers, reverse=(number + turn) % 2 == 1):
+                for name in next(orders):
                     before_s, started_s = cpu_s(servers[name].pid), time.perf_counter()
                     got = [*threads.map(partial(_ask, servers[name]), prompts)]
                     taken_s = time.perf_counter() - started_s
                     time.sleep(_WRITING_S)
                     figures[name].append((taken_s, cpu_s(servers[name].pid) - before_s))
                     answers[name] = [answer for _, answer in got]
-                if answers["off"] != answers["on"]:
+                if any(answer != answers["off"] for answer in answers.values()):
                     raise SystemExit("an answer of the server with a folder is another one")
                 prompts = [prompt + answer[0] for prompt, answer in zip(prompts, answers["on"], strict=True)]
-    off, on = (figures[name][TURNS:] for name in ("off", "on"))     # the first round warms up
+    off, *others = ((name, turns[TURNS:]) for name, turns in figures.items())  # the first round warms up
     rows = []
-    for index, kind in enumerate(("time", "CPU time")):
-        pairs = [(a[index], b[index]) for a, b in zip(off, on, strict=True)]
-        ratios = sorted(b / a for a, b in pairs)
-        middle = [f"{statistics.median(column):.2f}" for column in zip(*pairs, strict=True)]
-        quarters = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-        rows.append([kind, *middle, *(f"{(ratio - 1) * 100:+.1f} %" for ratio in quarters)])
-    titles = ("of a turn", "off, s", "on, s", "lower quartile", "median of ratios", "upper quartile")
-    return markdown(titles, rows)
+    for name, turns in others:
+        for index, kind in enumerate(("time", "CPU time")):
+            pairs = [(a[index], b[index]) for a, b in zip(off[1], turns, strict=True)]
+            ratios = sorted(b / a for a, b in pairs)
+            middle = [f"{statistics.median(column):.2f}" for column in zip(*pairs, strict=True)]
+            quarters = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+            whole = sum(b for _, b in pairs) / sum(a for a, _ in pairs)
+            more = [f"{(ratio - 1) * 100:+.1f} %" for ratio in (whole, *quarters)]
+            rows.append([name, kind, *middle, *more])
+    titles = ("server", "of a turn", "off, s", "it, s", "all turns", "lower quartile", "median of ratios")
+    return markdown((*titles, "upper quartile"), rows)
 
 
 def _prompt(num_tokens: int, *, seed: int) -> list[int]:
@@ -109,7 +114,7 @@ def _ask(server: Running, prompt: Sequence[int]) -> tuple[float, Any]:
     body = {"prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "logprobs": 1, "stream": True}
     body |= {"ignore_eos": True, "return_token_ids": True}
     first_s = 0.0
-    token_ids, logprobs = [], []    # a step may yield several tokens, or one
+    token_ids, logprobs = [], []  # a step may yield several tokens, or one
     started_s = time.perf_counter()
     url = f"http://127.0.0.1:{server.http}/v1/completions"
     with httpx.stream("POST", url, json=body, timeout=600) as got:
