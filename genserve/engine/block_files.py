@@ -1,11 +1,11 @@
-"""Block files: blocks of a KV cache in a folder, a file each, which many processes read and write.
+"""Block files: blocks of a KV cache in a folder, many in a file, which many processes read and write.
 
     FOLDER/1f0c...            a folder for each fingerprint of a model: what its keys and values depend on
-    FOLDER/1f0c.../ab12....kv a block, named by its key
+    FOLDER/1f0c.../ab12....kv blocks that were written together, behind a table of their keys and checksums
 
-A file is written under a hidden name and renamed when it is whole. Its checksum finds what a system that lost
-power has left of it, so nothing waits until the disk has it. The modification time says when a block was last
-used.
+A file is written under a hidden name, renamed when it is whole, and never changed. The checksums find what a
+system that lost power has left of it, so no file is synchronized. The modification time says when one of its
+blocks was last used.
 """
 
 from __future__ import annotations
@@ -15,10 +15,17 @@ import os
 import re
 import secrets
 import struct
+import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from errno import EINVAL
+from fcntl import F_SETFL, fcntl
+from functools import partial
+from hashlib import blake2b
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -26,82 +33,173 @@ from numpy.typing import NDArray
 
 logger = logging.getLogger(__name__)
 
-_HEADER = struct.Struct("<8sI4x")       # the mark of the format, and the checksum of key and content
-HEADER_BYTES = _HEADER.size
-_MARK = b"genserve"
+_HEAD = struct.Struct("<8sIIQ")  # mark of the format, checksum of the table, number and size of blocks
+_ENTRY = struct.Struct("<32sI")  # of the table: the key of a block, and the checksum of its content
+_MARK = b"genserv2"
 _FOLDER_NAME = re.compile(r"[0-9a-f]{32}")
 _FILE_NAME = re.compile(r"[0-9a-f]{64}\.kv")
 _UNFINISHED = re.compile(r"\.[0-9a-f]{64}\.[0-9a-f]{16}")
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-_ABANDONED_S = 600.0    # an unfinished file that is older belongs to a process that was killed
+_DIRECT: int = getattr(os, "O_DIRECT", 0)  # macOS has none
+_PAGE_BYTES = 4096  # to which disks and file systems align what goes past the page cache
+_ABANDONED_S = 600.0  # an unfinished file that is older belongs to a process that was killed
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """What the table of a file says; nothing, if it is damaged."""
+
+    name: str
+    block_bytes: int = 0
+    entries: Sequence[tuple[bytes, int]] = ()  # the key and the checksum of each block
 
 
 class BlockFiles:
-    """The blocks of one model in a folder, beside other processes. One thread writes, any thread reads."""
+    """The blocks of one model in a folder, beside other processes. One thread writes, any thread reads.
+
+    An index in memory has the tables of all files.
+    """
 
     def __init__(self, folder: Path, *, fingerprint: str, read_only: bool = False) -> None:
-        """Name the blocks of a model.
+        """Name the blocks of a model; none is known before `refresh`.
 
         Args:
             folder: the folder of all models.
             fingerprint: identifies the model, 32 hexadecimal digits.
-            read_only: damaged blocks stay, and are read no more; otherwise they are deleted.
+            read_only: damaged files stay, and are read no more; otherwise they are deleted.
         """
         self._folder = folder / fingerprint
         self._read_only = read_only
-        self._damaged: set[bytes] = set()       # blocks of which the log says so
         self._seed = zlib.crc32(fingerprint.encode())
         # Names its unfinished files: servers in containers may have equal ids of processes and threads.
         self._writer = secrets.token_hex(8)
+        self._buffer = _whole_pages(0)  # of the thread that writes; fresh memory takes longer
+        self._lock = threading.RLock()  # held to change what follows
+        self._files: dict[str, _File] = {}  # by name
+        self._places: dict[bytes, tuple[_File, int]] = {}  # by key: the file, and the number in its table
+        self._listed_ns: int | None = None  # when the folder that was listed last had changed
 
-    def read(self, key: bytes, row: NDArray[np.uint8]) -> bool:
-        """Read the content of a block into `row`; False: there is no such block, or its file is damaged."""
-        if key in self._damaged:
-            return False
-        header = bytearray(HEADER_BYTES)
-        path = self._path(key)
+    def __contains__(self, key: bytes) -> bool:
+        """Whether a block is in a file, which may be damaged, or deleted since the last `refresh`."""
+        return key in self._places
+
+    def refresh(self) -> None:
+        """Take note of the files that other processes have written or deleted."""
+        with self._lock:
+            changed_ns = self._changed_ns()
+            if changed_ns == self._listed_ns:
+                return
+            self._listed_ns = changed_ns
+            try:
+                names = {name for name in os.listdir(self._folder) if _FILE_NAME.fullmatch(name)}  # noqa: PTH208
+            except FileNotFoundError:
+                names = set()
+            except OSError as error:
+                logger.warning("%s cannot be read: %s", self._folder, error.strerror)
+                return
+            for name in self._files.keys() - names:
+                self._forget(self._files[name])
+            for name in names - self._files.keys():
+                self._read_table(name)
+
+    def read(self, keys: Sequence[bytes], rows: NDArray[np.uint8]) -> int:
+        """Read the contents of blocks, of the first one and of those that follow it in its file.
+
+        Args:
+            keys: the blocks.
+            rows: [len(keys), block_bytes], is overwritten from the first row on.
+
+        Returns:
+            How many were read; 0: the first one is in no file, or the file is damaged.
+        """
+        place = self._places.get(keys[0])
+        if place is None:
+            return 0
+        file, first = place
+        pairs = zip(keys, file.entries[first:], strict=False)
+        sums = [checksum for _, (_, checksum) in takewhile(lambda pair: pair[0] == pair[1][0], pairs)]
+        start = file_bytes(len(file.entries), 0) + first * file.block_bytes
+        end = start + len(sums) * file.block_bytes
+        from_page = start // _PAGE_BYTES * _PAGE_BYTES
+        content = _whole_pages(end - from_page)
+        path = self._folder / file.name
         try:
-            with path.open("rb", buffering=0) as file:
-                size = os.readv(file.fileno(), [header, row.data, bytearray(1)])
+            with path.open("rb", buffering=0) as opened:
+                opened.seek(from_page)
+                read = partial(opened.readinto, content.data)
+                size = _uncached(opened.fileno(), read) or read()
         except FileNotFoundError:
-            return False
+            self._forget(file)
+            return 0
         except OSError as error:
             logger.warning("%s cannot be read, and its tokens are computed again: %s", path, error.strerror)
-            return False
-        if size == HEADER_BYTES + len(row) and bytes(header) == self._header(key, row):
-            return True
-        logger.warning("%s is damaged, and its tokens are computed again", path)
-        if self._read_only:
-            self._damaged.add(key)
-        else:
-            with suppress(OSError):     # so that it is written again
-                path.unlink()
-        return False
+            return 0
+        rows[: len(sums)] = content[start - from_page : end - from_page].reshape(len(sums), -1)
+        if size < end - from_page or [_checksum(row) for row in rows[: len(sums)]] != sums:
+            self._discard(file)
+            return 0
+        return len(sums)
 
-    def write(self, key: bytes, row: NDArray[np.uint8]) -> int:
-        """Write a block, unless it is there; return the size of the file, or 0.
+    def write(self, keys: Sequence[bytes], rows: NDArray[np.uint8]) -> int:
+        """Write the blocks that are in no file to a new one; return its size, or 0.
+
+        Args:
+            keys: the blocks.
+            rows: [len(keys), block_bytes], their contents.
 
         Raises:
             OSError: the file cannot be written; none is left behind.
         """
-        if key in self:
+        missing = [index for index, key in enumerate(keys) if key not in self]
+        if not missing:
             return 0
-        # Not pathlib and io: a writer of small blocks would hold the interpreter for longer than it writes.
-        unfinished = f"{self._folder}/.{key.hex()}.{self._writer}"
+        if len(missing) < len(keys):
+            keys, rows = [keys[index] for index in missing], rows[missing]
+        stem = blake2b(b"".join(keys), digest_size=32).hexdigest()
+        entries = [(key, _checksum(row)) for key, row in zip(keys, rows, strict=True)]
+        file = _File(f"{stem}.kv", rows.shape[1], entries)
+        header = self._header(file)
+        changed_ns = self._changed_ns()
+        # Not pathlib and io: a writer of small files would hold the interpreter for longer than it writes.
+        unfinished = f"{self._folder}/.{stem}.{self._writer}"
+        num_bytes = len(header) + rows.nbytes
+        if len(self._buffer) < num_bytes:
+            self._buffer = _whole_pages(num_bytes)
+        content = self._buffer[:num_bytes]
+        content[: len(header)] = np.frombuffer(header, np.uint8)
+        content[len(header) :] = rows.reshape(-1)
         try:
-            file = self._create(unfinished)
+            opened = self._create(unfinished)
             try:
-                size = os.writev(file, [self._header(key, row), row.data])
-                while size < HEADER_BYTES + len(row):    # the disk is nearly full: the next call says so
-                    size += os.write(file, row.data[size - HEADER_BYTES :])
+                whole_pages = content[: len(content) // _PAGE_BYTES * _PAGE_BYTES]
+                size = _uncached(opened, partial(os.write, opened, whole_pages.data))
+                while size < len(content):  # a part of a page, or the disk is nearly full
+                    size += os.write(opened, content[size:].data)
             finally:
-                os.close(file)
-            os.replace(unfinished, self._path(key))  # noqa: PTH105
+                os.close(opened)
+            os.replace(unfinished, f"{self._folder}/{file.name}")  # noqa: PTH105
         except OSError:
             with suppress(OSError):
                 os.unlink(unfinished)  # noqa: PTH108
             raise
+        with self._lock:
+            self._add(file)
+            # A file of another process that was renamed meanwhile is found when the next one is.
+            if changed_ns == self._listed_ns:
+                self._listed_ns = self._changed_ns()
         return size
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Have the files with blocks of a prompt count as used now, that of the first block last.
+
+        So a prompt is deleted from its end: a block is of no use without those before it.
+        """
+        places = [self._places.get(key) for key in keys]
+        names = dict.fromkeys(place[0].name for place in places if place is not None)
+        now_ns = time.time_ns()  # the system's own stamps are the same for milliseconds
+        for number, name in enumerate(reversed(names)):
+            with suppress(OSError):
+                os.utime(f"{self._folder}/{name}", ns=(now_ns + number, now_ns + number))
 
     def _create(self, path: str) -> int:
         try:
@@ -110,48 +208,122 @@ class BlockFiles:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             return os.open(path, _CREATE, 0o666)
 
-    def __contains__(self, key: bytes) -> bool:
-        """Whether a block has a file, which may be damaged."""
-        return self._path(key).exists()
+    def _changed_ns(self) -> int:
+        """Return when a file in the folder was last created, renamed or deleted; 0: there is no folder."""
+        try:
+            return os.stat(self._folder).st_mtime_ns  # noqa: PTH116
+        except OSError:
+            return 0
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """Have the blocks of a prompt that are there count as used now, the first one last.
+    def _read_table(self, name: str) -> None:
+        """Take note of the blocks of a file, and of a damaged one that it has none."""
+        path = self._folder / name
+        try:
+            with path.open("rb") as opened:
+                head = opened.read(_HEAD.size).ljust(_HEAD.size)
+                mark, checksum, num_blocks, block_bytes = _HEAD.unpack(head)
+                is_whole = os.fstat(opened.fileno()).st_size == file_bytes(num_blocks, block_bytes)
+                table = opened.read(num_blocks * _ENTRY.size) if is_whole else b""
+        except FileNotFoundError:  # deleted meanwhile
+            return
+        except OSError as error:
+            logger.warning("%s cannot be read, and its tokens are computed again: %s", path, error.strerror)
+            return
+        if mark == _MARK and is_whole and checksum == self._table_checksum(table, block_bytes):
+            self._add(_File(name, block_bytes, [*_ENTRY.iter_unpack(table)]))
+        else:
+            self._discard(_File(name))
 
-        So a prompt is deleted from its end: a block is of no use without those before it.
-        """
-        now_ns = time.time_ns()     # the system's own stamps are the same for milliseconds
-        for number, key in enumerate(reversed(keys)):
+    def _header(self, file: _File) -> bytes:
+        """Return what a file has before its blocks."""
+        table = b"".join(_ENTRY.pack(*entry) for entry in file.entries)
+        checksum = self._table_checksum(table, file.block_bytes)
+        return _HEAD.pack(_MARK, checksum, len(file.entries), file.block_bytes) + table
+
+    def _table_checksum(self, table: bytes, block_bytes: int) -> int:
+        return zlib.crc32(table, zlib.crc32(block_bytes.to_bytes(8, "little"), self._seed))
+
+    def _add(self, file: _File) -> None:
+        with self._lock:
+            self._files[file.name] = file
+            self._places.update((key, (file, number)) for number, (key, _) in enumerate(file.entries))
+
+    def _forget(self, file: _File) -> None:
+        with self._lock:
+            self._files.pop(file.name, None)
+            for key, _ in file.entries:
+                if self._places.get(key, (None, 0))[0] is file:
+                    del self._places[key]
+
+    def _discard(self, file: _File) -> None:
+        """Use a damaged file no more, and delete it, so that its blocks are written again."""
+        path = self._folder / file.name
+        logger.warning("%s is damaged, and its tokens are computed again", path)
+        with self._lock:
+            self._forget(file)
+            self._add(_File(file.name))
+        if not self._read_only:
             with suppress(OSError):
-                os.utime(self._path(key), ns=(now_ns + number, now_ns + number))
+                path.unlink()
 
-    def _path(self, key: bytes) -> Path:
-        return self._folder / f"{key.hex()}.kv"
 
-    def _header(self, key: bytes, row: NDArray[np.uint8]) -> bytes:
-        return _HEADER.pack(_MARK, zlib.crc32(row.data, zlib.crc32(key, self._seed)))
+def file_bytes(num_blocks: int, block_bytes: int) -> int:
+    """Return the size of a file."""
+    return _HEAD.size + num_blocks * (_ENTRY.size + block_bytes)
+
+
+def _whole_pages(num_bytes: int) -> NDArray[np.uint8]:
+    """Return memory that begins and ends with a page."""
+    size = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+    memory = np.empty(size + _PAGE_BYTES, np.uint8)
+    start = -memory.ctypes.data % _PAGE_BYTES
+    return memory[start : start + size]
+
+
+def _uncached(opened: int, transfer: Callable[[], int | None]) -> int:
+    """Read or write whole pages of a file past the page cache; return their size, 0: no byte or no such way.
+
+    The KV cache has the blocks already, or soon. Memory for the page cache takes more CPU time than the rest.
+    """
+    try:
+        fcntl(opened, F_SETFL, _DIRECT)
+        return transfer() or 0
+    except OSError as error:
+        if error.errno != EINVAL:
+            raise
+        return 0
+    finally:
+        fcntl(opened, F_SETFL, 0)
+
+
+def _checksum(row: NDArray[np.uint8]) -> int:
+    """Return the CRC-32 of the sums of a row's pages; that of all bytes takes longer than to write them."""
+    num_whole = len(row) // _PAGE_BYTES * _PAGE_BYTES
+    sums = row[:num_whole].view(np.uint64).reshape(-1, _PAGE_BYTES // 8).sum(axis=1)
+    return zlib.crc32(row[num_whole:].data, zlib.crc32(sums.data))
 
 
 def trim(folder: Path, *, max_bytes: int) -> int:
-    """Delete the least recently used blocks of all models, until the others have at most `max_bytes`.
+    """Delete the least recently used files of all models, until the others have at most `max_bytes`.
 
     Deletes unfinished files of processes that were killed, too. Other files stay.
 
     Returns:
-        The size of the blocks that are left.
+        The size of the files that are left.
     """
     found = sorted(_scan(folder))
     num_bytes = sum(size for _, size, _ in found)
     for _, size, path in found:
         if num_bytes <= max_bytes:
             break
-        with suppress(FileNotFoundError):       # another process has deleted it
+        with suppress(FileNotFoundError):  # another process has deleted it
             path.unlink()
         num_bytes -= size
     return num_bytes
 
 
 def _scan(folder: Path) -> Iterator[tuple[int, int, Path]]:
-    """Yield when each block was last used, its size and its path; delete abandoned files."""
+    """Yield when each file was last used, its size and its path; delete abandoned files."""
     abandoned_ns = time.time_ns() - int(_ABANDONED_S * 1e9)
     for path in folder.iterdir():
         if not _FOLDER_NAME.fullmatch(path.name) or not path.is_dir():

@@ -22,7 +22,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.engine.block_files import HEADER_BYTES, BlockFiles, trim
+from genserve.engine.block_files import BlockFiles, file_bytes, trim
 from genserve.engine.engine_request import Request
 from genserve.engine.prefix_cache import StoredBlocks, block_keys
 from genserve.generation_metrics import GenerationMetrics
@@ -30,14 +30,14 @@ from genserve.generation_metrics import GenerationMetrics
 logger = logging.getLogger(__name__)
 
 # The engine takes a part of a prompt's blocks between two steps. The memory of small parts is used again;
-# fresh memory takes longer than reading and checking the file.
+# fresh memory takes longer than reading and checking the file. A file has at most a part, too.
 _PART_BYTES = 4 << 20
-_MAX_UNWRITTEN_BYTES = 256 << 20    # copies that wait for a slow disk; further blocks are not written
+_MAX_UNWRITTEN_BYTES = 256 << 20  # copies that wait for a slow disk; further blocks are not written
 # A folder is looked through and trimmed when a model has written a part of its spare space, 1/16 of the
 # limit, since other models and processes write too.
 _SPARE = 16
-_MAX_WRITERS = 4            # that the limit holds for; more may exceed it by 1/64 each
-_CLOSE_S = 20.0             # a disk that takes longer to write the rest does not keep a model from unloading
+_MAX_WRITERS = 4  # that the limit holds for; more may exceed it by 1/64 each
+_CLOSE_S = 20.0  # a disk that takes longer to write the rest does not keep a model from unloading
 
 
 class BlockMemory(Protocol):
@@ -129,12 +129,10 @@ class DiskCache:
         self._name = name
         self._block_size = block_size
         self._metrics = metrics
-        self._readable = [
-            BlockFiles(path, fingerprint=fingerprint, read_only=True) for path in shipped
-        ]
+        self._readable = [BlockFiles(path, fingerprint=fingerprint, read_only=True) for path in shipped]
         self._lock = threading.Lock()
-        self._unwritten_bytes = 0       # guarded by the lock
-        self._was_slow = False          # the log says so
+        self._unwritten_bytes = 0  # guarded by the lock
+        self._was_slow = False  # the log says so
         self._work: SimpleQueue[_Work] = SimpleQueue()
         self._thread: threading.Thread | None = None
         if folder is not None:
@@ -195,6 +193,8 @@ class DiskCache:
         keys = block_keys(request.token_ids, block_size=self._block_size, root=root)
         if self._thread is not None:
             self._work.put(self._with_states(keys))
+        for files in self._readable:
+            files.refresh()
         state: NDArray[np.uint8] | None = None
         if self.memory.state_bytes:
             # The request computes at least one token, and has no state in the middle of a block.
@@ -202,7 +202,7 @@ class DiskCache:
             keys = self._up_to_a_state(keys, is_cached=is_cached, has_snapshot=has_snapshot)
             if keys and not has_snapshot(keys[-1]):
                 state = np.empty(self.memory.state_bytes, np.uint8)
-                if not self._read(_state_key(keys[-1]), state):
+                if not self._read([_state_key(keys[-1])], state[np.newaxis]):
                     return
         stored = partial(
             StoredBlocks,
@@ -216,9 +216,7 @@ class DiskCache:
         for start in range(0, len(missing), self.part_blocks):
             wanted = missing[start : start + self.part_blocks]
             rows = np.empty((len(wanted), self.memory.block_bytes), np.uint8)
-            num_read = 0
-            while num_read < len(wanted) and self._read(keys[wanted[num_read]], rows[num_read]):
-                num_read += 1
+            num_read = self._read([keys[index] for index in wanted], rows)
             if num_read:
                 num_bytes = num_read * self.memory.block_bytes
                 self._metrics.disk_cache_hit(tokens=num_read * self._block_size, read_bytes=num_bytes)
@@ -232,6 +230,8 @@ class DiskCache:
 
     def num_stored_tokens(self, token_ids: Sequence[int]) -> int:
         """Return after how many tokens of a prompt a request can go on with what is in files."""
+        for files in self._readable:
+            files.refresh()
         keys = block_keys(token_ids, block_size=self._block_size)
         if self.memory.state_bytes:
             found = self._up_to_a_state(keys, is_cached=lambda _: False, has_snapshot=lambda _: False)
@@ -267,46 +267,66 @@ class DiskCache:
     def _has_file(self, key: bytes) -> bool:
         return any(key in files for files in self._readable)
 
-    def _read(self, key: bytes, row: NDArray[np.uint8]) -> bool:
-        return any(files.read(key, row) for files in self._readable)
+    def _read(self, keys: Sequence[bytes], rows: NDArray[np.uint8]) -> int:
+        """Read the contents of blocks, up to the first one that is in no file; return of how many."""
+        num_read = 0
+        while num_read < len(keys):
+            found = (files.read(keys[num_read:], rows[num_read:]) for files in self._readable)
+            num_more = next(filter(None, found), 0)
+            if not num_more:
+                break
+            num_read += num_more
+        return num_read
 
     def _run(self, files: BlockFiles, folder: Path, max_bytes: int) -> None:
         """Write blocks until the cache is closed, or the disk takes no more."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             num_bytes = trim(folder, max_bytes=max_bytes)
+            files.refresh()
             logger.info(
                 "model %s has a prefix cache on disk: %s, with %.1f MiB of at most %.1f MiB",
-                self._name, folder, num_bytes / 2**20, max_bytes / 2**20,
+                self._name,
+                folder,
+                num_bytes / 2**20,
+                max_bytes / 2**20,
             )
             self._write_all(files, folder, max_bytes)
-        except Exception as error:      # otherwise copies would wait for ever
+        except Exception as error:  # otherwise copies would wait for ever
             reason = error.strerror if isinstance(error, OSError) else repr(error)
             logger.warning(
                 "the prefix cache of model %s is not written to %s any more, until it is loaded again: %s",
-                self._name, folder, reason,
+                self._name,
+                folder,
+                reason,
             )
             with self._lock:
                 self.writes = False
-            while self._work.get() is not None:     # what is copied already is dropped
+            while self._work.get() is not None:  # what is copied already is dropped
                 pass
 
     def _write_all(self, files: BlockFiles, folder: Path, max_bytes: int) -> None:
-        left_bytes = 0      # that may be written before the folder is looked through again
+        left_bytes = 0  # that may be written before the folder is looked through again
         spare_bytes = max_bytes // _SPARE
+        share_bytes = spare_bytes // _MAX_WRITERS
         while (work := self._work.get()) is not None:
             if not isinstance(work, _Copies):
                 files.touch(work)
                 continue
-            for key, row in zip(work.keys, work.rows, strict=True):
-                file_bytes = row.nbytes + HEADER_BYTES
-                if spare_bytes < file_bytes:
-                    least = _SPARE * file_bytes
-                    raise OSError(ENOSPC, f"{max_bytes} bytes are too few for its blocks, at least {least}")
-                if left_bytes < file_bytes:
+            num_rows, row_bytes = work.rows.shape
+            per_file = max(1, min(_PART_BYTES, share_bytes) // file_bytes(1, row_bytes))
+            for start in range(0, num_rows, per_file):
+                keys, rows = work.keys[start : start + per_file], work.rows[start : start + per_file]
+                size = file_bytes(len(rows), row_bytes)
+                if spare_bytes < size:
+                    raise OSError(
+                        ENOSPC, f"{max_bytes} bytes are too few for its blocks, at least {_SPARE * size}"
+                    )
+                if left_bytes < size:
                     trim(folder, max_bytes=max_bytes - spare_bytes)
-                    left_bytes = max(spare_bytes // _MAX_WRITERS, file_bytes)
-                num_bytes = files.write(key, row)
+                    files.refresh()
+                    left_bytes = max(share_bytes, size)
+                num_bytes = files.write(keys, rows)
                 left_bytes -= num_bytes
                 self._metrics.disk_cache_written(num_bytes)
             with self._lock:

@@ -31,8 +31,8 @@ from genserve.textmodel.runtimes.pipeline_logits import PipelineLogits
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1     # of the files; another one gives all blocks other fingerprints
-_PIECE_BYTES = 4 << 20      # of a file, hashed by one thread
+_FORMAT = 2  # of the files; another one gives all blocks other fingerprints
+_PIECE_BYTES = 4 << 20  # of a file, hashed by one thread
 
 
 def open_disk_cache(
@@ -68,7 +68,7 @@ def open_disk_cache(
         logger.warning("model %s has no prefix cache on disk: it has no KV cache", name)
         return None
     fingerprint = cache_fingerprint(logits, stage)
-    if file_states(stages) != files:     # the fingerprint may be that of the new files
+    if file_states(stages) != files:  # the fingerprint may be that of the new files
         logger.warning(
             "model %s has no prefix cache on disk: its files changed while it was loaded (load it again)",
             name,
@@ -77,7 +77,9 @@ def open_disk_cache(
     if has_shipped and not (shipped / fingerprint).is_dir():
         logger.warning(
             "%s is ignored: its prefixes were computed by another graph, or by other kernels (run "
-            "`genserve cache build %s` again, with the files of the prompts)", shipped, name,
+            "`genserve cache build %s` again, with the files of the prompts)",
+            shipped,
+            name,
         )
     return DiskCache(
         logits.cache,
@@ -124,7 +126,7 @@ def cache_fingerprint(logits: CachedLogits, stage: ModelSource) -> str:
 
 def _processor() -> str:
     """Return what the choice of instructions depends on."""
-    with suppress(GenserveError):       # of kernels that are not built here
+    with suppress(GenserveError):  # of kernels that are not built here
         return instruction_set()
     return platform.machine()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from errno import ENOSPC
 from pathlib import Path
 from random import Random
@@ -31,7 +31,7 @@ class SimulatedDisk:
         Args:
             rng: draws what happens.
             tear_rate: how often a crash of the system would leave a file torn, though it was renamed.
-            room: how many blocks can be written; None: any number.
+            room: how many files can be written; None: any number.
             sleep: waits for so many seconds.
             fault: counts a fault.
         """
@@ -56,7 +56,7 @@ class SimulatedDisk:
         if self._rng.random() < self._tear_rate:
             self._fault("torn file")
             whole = path.read_bytes()
-            left = whole[: self._rng.randrange(len(whole))]
+            left = whole[: self._rng.randrange(len(whole) // 2, len(whole))]
             path.write_bytes(left.ljust(len(whole), b"\0") if self._rng.random() < 0.7 else left)
 
 
@@ -69,9 +69,10 @@ class SimulatedFiles(BlockFiles):
         super().__init__(folder, fingerprint=fingerprint, read_only=read_only)
         self._disk = disk
 
-    def write(self, key: bytes, row: NDArray[np.uint8]) -> int:
+    def write(self, keys: Sequence[bytes], rows: NDArray[np.uint8]) -> int:
         self._disk.before_write()
-        num_bytes = super().write(key, row)
-        if num_bytes:
-            self._disk.after_write(self._path(key))
+        before = set(self._folder.glob("*.kv"))
+        num_bytes = super().write(keys, rows)
+        for path in set(self._folder.glob("*.kv")) - before:
+            self._disk.after_write(path)
         return num_bytes

@@ -15,8 +15,8 @@ from genserve.batching.model_instance import ModelInstance
 from genserve.batching.queue_scheduler import QueueScheduler
 from genserve.batching.rate_limiter import RateLimiter
 from genserve.batching.sequence_slots import DirectSlots
-from genserve.engine import kv_cache_manager
-from genserve.engine.block_files import HEADER_BYTES, BlockFiles
+from genserve.engine import block_files, kv_cache_manager
+from genserve.engine.block_files import BlockFiles
 from genserve.engine.delta_streams import AsyncDeltaStream
 from genserve.engine.disk_cache import DiskCache
 from genserve.engine.engine import Engine
@@ -61,7 +61,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 def _virtual() -> Iterator[None]:
     with virtual_product():
         yield
-        gc.collect()    # here, since a coroutine that is collected switches greenlets
+        gc.collect()  # here, since a coroutine that is collected switches greenlets
 
 
 def replaced(where: Any, name: str, make: Callable[[Any], Any]) -> Plant:
@@ -264,18 +264,10 @@ ON_DEMAND_PLANTS: dict[str, Plant] = {
     "a model in use unloaded": replaced(
         OnDemandModels, "_is_free", lambda _: lambda self, resident, *, leaving: True
     ),
-    "more models than fit": replaced(
-        OnDemandModels, "_fits", lambda _: lambda self, residents, sizes: True
-    ),
-    "a failed load that nobody hears of": replaced(
-        on_demand, "_fail", lambda _: lambda load, error: None
-    ),
+    "more models than fit": replaced(OnDemandModels, "_fits", lambda _: lambda self, residents, sizes: True),
+    "a failed load that nobody hears of": replaced(on_demand, "_fail", lambda _: lambda load, error: None),
     "an unload that loses what waits": replaced(OnDemandModels, "release", forgets_what_waits),
 }
-
-
-def checks_no_content(_header):
-    return lambda self, key, row: bytes(HEADER_BYTES)
 
 
 def ignores_the_fingerprint(init):
@@ -294,7 +286,7 @@ def leaves_copies_to_a_full_disk(_run):
 
 
 PLANTS: dict[str, Plant] = {
-    "a torn file read": replaced(BlockFiles, "_header", checks_no_content),
+    "a torn file read": replaced(block_files, "_checksum", lambda _: lambda row: 0),
     "blocks of other weights": replaced(BlockFiles, "__init__", ignores_the_fingerprint),
     "copies that a full disk leaves": replaced(DiskCache, "_run", leaves_copies_to_a_full_disk),
     "a leaked block": replaced(KVCacheManager, "_free_blocks", leaks_a_block),

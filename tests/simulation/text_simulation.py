@@ -115,7 +115,7 @@ class TextSimulation(Simulation):
             num_state_slots=rng.choice([0, 0, 2, 3, 4]) * self.max_num_seqs,
             failure_rate=rng.choice([0.0, 0.0, 0.0, 0.05]),
             on_failure=self._forward_failed,
-            weights=(weights := rng.choice([0, 0, _OTHER_WEIGHTS])),     # a reload may change them
+            weights=(weights := rng.choice([0, 0, _OTHER_WEIGHTS])),  # a reload may change them
         )
         metrics = METRICS.for_model(name)
         prefix_cache = rng.random() < 0.8
@@ -182,8 +182,9 @@ class TextSimulation(Simulation):
                 before = stem[: index * size]
                 rows = {key: model.block_after(before), _state_key(key): model.state_after(before)}
                 for name, row in rows.items():
-                    files.write(name, row ^ np.uint8(weights))
-                    self.disk.after_write(files._path(name))
+                    files.write([name], (row ^ np.uint8(weights))[np.newaxis])
+        for path in self.disk_folder.rglob("*.kv"):
+            self.disk.after_write(path)
 
     def _forward_failed(self) -> None:
         self.fault("forward")

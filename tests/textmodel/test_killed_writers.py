@@ -57,15 +57,14 @@ def serve_until_killed(repository: str, folder: str, seed: str) -> None:
     import os
     import time
 
-    writev = os.writev
+    write = os.write
 
-    def write_half(descriptor: int, buffers: Sequence[bytes]) -> int:
-        header, content = buffers
-        size = writev(descriptor, [header, memoryview(content)[: len(content) // 2]])
-        time.sleep(0.002)
+    def write_half(descriptor: int, content: memoryview) -> int:
+        size = write(descriptor, content[: max(len(content) // 2, 1024)])
+        time.sleep(0.001)
         return size
 
-    os.writev = write_half  # type: ignore[assignment]
+    os.write = write_half  # type: ignore[assignment]
     rng = Random(seed)
     path = PrefixCacheFolder(path=Path(folder), max_bytes=FOLDER_BYTES)
     with model(Path(repository), path) as served:
@@ -90,7 +89,7 @@ class KilledServer:
         for count, line in enumerate(self.process.stdout):
             number, got = json.loads(line)
             assert got[:-1] == expected[number][:-1], f"another answer to prompt {number}"
-            num_cached += got[-1] if not count else 0   # later answers find blocks in memory too
+            num_cached += got[-1] if not count else 0  # later answers find blocks in memory too
             if count + 1 == num_answers:
                 self.process.kill()
         self.process.wait()
