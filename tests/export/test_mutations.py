@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,15 +47,33 @@ T = TypeVar("T")
 NOTICED = 4e-4  # four times the difference that test_families.py allows
 
 
-@pytest.mark.parametrize(
-    ("model", "in_each_layer"),
-    [
-        *((model, False) for model in TINY_MODELS if model in REPRESENTATIVES),
-        *(pytest.param(model, True, marks=pytest.mark.extended) for model in TINY_MODELS),
-    ],
-)
-def test_a_wrong_part_is_noticed(tmp_path: Path, model: str, in_each_layer: bool) -> None:
-    source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS[model])
+def test_each_kind_of_fault_is_noticed_in_one_model(tmp_path: Path) -> None:
+    """In the first of the models that can have it, and there in the first layer."""
+    seen: set[str] = set()
+
+    def unseen(faults: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+        for what, wrong in faults:
+            kind = re.sub(r"layers\.\d+\.", "", what)
+            if kind not in seen:
+                seen.add(kind)
+                yield what, wrong
+
+    unnoticed = {}
+    for model in TINY_MODELS:
+        if model in REPRESENTATIVES and (found := unnoticed_faults(tmp_path / model, model, chosen=unseen)):
+            unnoticed[model] = found
+    assert unnoticed == {}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("model", TINY_MODELS)
+def test_a_wrong_part_is_noticed(tmp_path: Path, model: str) -> None:
+    assert unnoticed_faults(tmp_path, model, chosen=iter) == []
+
+
+def unnoticed_faults(folder: Path, model: str, *, chosen: Callable[..., Iterator[Any]]) -> list[str]:
+    """Those of the chosen faults of a model that do not change its logits."""
+    source = tiny_checkpoint(folder / "checkpoint", **TINY_MODELS[model])
     conversion = conversion_of(source)
     checkpoint, decoder = in_memory(conversion.layout.checkpoint), conversion.decoder
     ids = np.random.default_rng(1).integers(3, 320, 60)
@@ -67,26 +85,15 @@ def test_a_wrong_part_is_noticed(tmp_path: Path, model: str, in_each_layer: bool
     right = conversion.family.weights(checkpoint, decoder)
     assert difference(decoder, right) < NOTICED / 4
     is_normed = "embedding.norm.weight" in right.roles
-    decoders, weights = wrong_decoders(decoder, is_embedding_normed=is_normed), wrong_weights(right, decoder)
-    if not in_each_layer:
-        decoders, weights = in_one_layer(decoders), in_one_layer(weights)
     unnoticed = [
         what
-        for what, wrong in decoders
+        for what, wrong in chosen(wrong_decoders(decoder, is_embedding_normed=is_normed))
         if difference(wrong, conversion.family.weights(checkpoint, wrong)) < NOTICED
     ]
-    unnoticed += [what for what, wrong in weights if difference(decoder, wrong) < NOTICED]
-    assert unnoticed == []
-
-
-def in_one_layer(faults: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
-    """Each fault in the first of the layers that can have it."""
-    seen = set()
-    for what, wrong in faults:
-        kind = re.sub(r"layers\.\d+\.", "", what)
-        if kind not in seen:
-            seen.add(kind)
-            yield what, wrong
+    unnoticed += [
+        what for what, wrong in chosen(wrong_weights(right, decoder)) if difference(decoder, wrong) < NOTICED
+    ]
+    return unnoticed
 
 
 def in_memory(checkpoint: Checkpoint) -> Checkpoint:
