@@ -196,9 +196,10 @@ def reference_attention(call: PagedAttentionCall) -> Array:
         if call.local_chunk_size > 0:
             first = max(first, int(positions[0]) // call.local_chunk_size * call.local_chunk_size)
         reach = np.arange(first, int(call.past_seqlens[sequence]) + len(positions))
-        group = call.num_heads // call.kv_num_heads
-        keys, values = (np.repeat(x, group, axis=1) for x in read_cache(call, sequence, reach))
-        scores = np.einsum("qhd,khd->hqk", query[tokens], keys)
+        keys, values = read_cache(call, sequence, reach)
+        # Matrix products [Hk, group * T, D] x [Hk, D, keys], since einsum is many times slower.
+        rows = query[tokens].swapaxes(0, 1).reshape(call.kv_num_heads, -1, call.head_dim)
+        scores = (rows @ keys.transpose(1, 2, 0)).reshape(call.num_heads, len(positions), len(reach))
         if call.softcap:
             scores = call.softcap * np.tanh(scores / call.softcap)
         distance = positions[:, None] - reach
@@ -216,5 +217,6 @@ def reference_attention(call: PagedAttentionCall) -> Array:
             values = np.concatenate([values, np.zeros_like(values[:1])])
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True, initial=-np.inf))
         weights /= weights.sum(axis=-1, keepdims=True)
-        output[tokens] = np.einsum("hqk,khd->qhd", weights, values)
+        found = weights.reshape(call.kv_num_heads, -1, weights.shape[-1]) @ values.swapaxes(0, 1)
+        output[tokens] = found.reshape(call.num_heads, len(positions), -1).swapaxes(0, 1)
     return output.reshape(len(query), call.num_heads * call.head_dim)
