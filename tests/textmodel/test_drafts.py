@@ -55,17 +55,26 @@ DRAFTS = [
 ]
 
 
+def texts_and_steps(repository: Path) -> tuple[list[str], int]:
+    """The texts for all prompts and options, and the number of steps that they take."""
+    with LLM(model_repository=repository) as llm:
+        answers = [
+            llm.generate(prompt, max_tokens=60, **options) for options in OPTIONS for prompt in PROMPTS
+        ]
+        return [answer.text for answer in answers], llm._model.engine.num_steps
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_repository, tmp_path_factory) -> tuple[list[str], int]:
+    root = tmp_path_factory.mktemp("plain") / "models"
+    return texts_and_steps(speculating(tiny_repository, root, speculation="none"))
+
+
 @pytest.mark.parametrize("parameter", DRAFTS)
-def test_speculation_does_not_change_texts(tiny_repository, tmp_path, parameter):
-    with (
-        LLM(model_repository=speculating(tiny_repository, tmp_path / "plain", speculation="none")) as plain,
-        LLM(model_repository=speculating(tiny_repository, tmp_path / "models", **parameter)) as speculative,
-    ):
-        for options in OPTIONS:
-            for prompt in PROMPTS:
-                found = speculative.generate(prompt, max_tokens=60, **options)
-                assert found.text == plain.generate(prompt, max_tokens=60, **options).text
-        assert speculative._model.engine.num_steps < plain._model.engine.num_steps
+def test_speculation_does_not_change_texts(tiny_repository, tmp_path, plain, parameter):
+    texts, num_steps = texts_and_steps(speculating(tiny_repository, tmp_path / "models", **parameter))
+    assert texts == plain[0]
+    assert num_steps < plain[1]
 
 
 PUT = Tool(
