@@ -339,8 +339,15 @@ class ShardsProgress(SilentProgress):
             yield advance
 
 
-@pytest.mark.parametrize("quantizer", [None, AWQ], ids=["floats", "awq"])
-@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    ("is_tied", "quantizer"),
+    [
+        pytest.param(True, AWQ, id="tied-awq"),
+        pytest.param(False, None, id="untied-floats"),
+        pytest.param(True, None, id="tied-floats", marks=pytest.mark.extended),
+        pytest.param(False, AWQ, id="untied-awq", marks=pytest.mark.extended),
+    ],
+)
 def test_each_shard_is_deleted_when_it_is_converted(
     hub: Hub, tmp_path: Path, is_tied: bool, quantizer: Quantizer | None
 ) -> None:

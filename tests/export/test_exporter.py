@@ -25,6 +25,8 @@ from genserve.repository.model_validation import repository_diagnostics
 from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
 from tests.export import tiny_models
 from tests.export.ggufs import write_gguf
+from tests.export.graphs import write_graph
+from tests.support.representatives import with_extended
 from tests.support.tiny_llama import tiny_llama_checkpoint, tiny_tokenizer
 
 STAGES = {"tiny", "tiny_tokenizer", "tiny_logits", "tiny_decoder"}
@@ -112,7 +114,10 @@ def contents(repository: Path) -> dict[str, bytes]:
     return {str(path.relative_to(repository)): path.read_bytes() for path in files}
 
 
-@pytest.mark.parametrize("precision", [known for known in get_args(Precision) if known != "source"])
+@pytest.mark.parametrize(
+    "precision",
+    with_extended((known for known in get_args(Precision) if known != "source"), always={"fp32", "int4"}),
+)
 def test_an_export_is_four_stages_that_serve_within_the_bounds_of_their_precision(
     tiny_checkpoint: Path, tmp_path: Path, precision: Precision
 ) -> None:
@@ -131,7 +136,7 @@ def test_an_export_is_four_stages_that_serve_within_the_bounds_of_their_precisio
     assert written["tokens"] >= 1000
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", with_extended(["fp32", "fp16"], always={"fp32"}))
 def test_torchscript_is_one_file_with_its_sizes(
     tiny_checkpoint: Path, tmp_path: Path, precision: Precision
 ) -> None:
@@ -173,8 +178,8 @@ def test_a_config_of_another_format_is_not_kept(tiny_checkpoint: Path, tmp_path:
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_every_weight_of_a_graph_is_read(tiny_checkpoint: Path, tmp_path: Path, precision: Precision) -> None:
-    export(tiny_checkpoint, tmp_path, precision=precision)
-    graph = onnx.load(tmp_path / "tiny_logits" / "1" / "model.onnx", load_external_data=False).graph
+    written = write_graph(tiny_checkpoint, tmp_path, precision=precision)
+    graph = onnx.load(written.folder / "model.onnx", load_external_data=False).graph
     read = {name for node in graph.node for name in node.input}
     assert {weight.name for weight in graph.initializer} <= read
 
@@ -322,10 +327,12 @@ def test_an_additional_graph_is_only_replaced_on_demand(tiny_checkpoint: Path, t
     assert json.loads(written.read_text())["precision"] == "int8"
 
 
-def test_an_additional_graph_needs_its_model_and_a_valid_name(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_an_additional_graph_needs_its_model_and_a_valid_name(
+    tiny_checkpoint: Path, tiny_repository: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ExportError, match="tiny"):
         export(tiny_checkpoint, tmp_path, beside="other")
-    export(tiny_checkpoint, tmp_path)
+    shutil.copytree(tiny_repository, tmp_path, dirs_exist_ok=True)
     with pytest.raises(ExportError, match=r"\.\./up"):
         export(tiny_checkpoint, tmp_path, beside="../up")
     wider = tiny_llama_checkpoint(tmp_path.parent / "wider", vocab_size=400)

@@ -216,7 +216,12 @@ def test_experts_and_own_operators_in_few_bits_are_close_to_their_source(
     assert report.divergence < (0.02 if precision == "int8" else 0.5)
 
 
-@pytest.mark.parametrize("model", ["bloom_6_heads", "gpt2", "qwen3_5", "gemma4"])
+@pytest.mark.parametrize(
+    "model",
+    with_extended(
+        ["bloom_6_heads", "gpt2", "qwen3_5", "gemma4"], always={"bloom_6_heads", "qwen3_5", "gemma4"}
+    ),
+)
 def test_batched_answers_are_those_of_transformers(tmp_path: Path, model: str) -> None:
     export(model, tmp_path, precision="fp32")
     prompts = ["the rain in spain", "a", "stays mainly in the plain, and so on"]

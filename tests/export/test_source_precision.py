@@ -80,7 +80,13 @@ def test_the_logits_are_those_of_the_dequantized_weights(
 
 @pytest.mark.parametrize(
     ("model", "kind"),
-    [("lfm2", "Q8_0"), ("qwen3_5", "Q8_0"), ("qwen3_5", five_types), ("gemma3n", "Q8_0"), ("gemma4", "Q8_0")],
+    [
+        ("lfm2", "Q8_0"),
+        pytest.param("qwen3_5", "Q8_0", marks=pytest.mark.extended),
+        ("qwen3_5", five_types),
+        pytest.param("gemma3n", "Q8_0", marks=pytest.mark.extended),
+        ("gemma4", "Q8_0"),
+    ],
 )
 def test_hybrids_and_gemma_run_the_blocks_of_their_files(
     tmp_path: Path, model: str, kind: str | Callable[[str], str]
