@@ -14,6 +14,7 @@ from genserve.sampling.sampler import SamplingMetadata, uniforms
 from genserve.sampling.sampler_chain import SamplerChain
 from genserve.sampling.sampling_params import SamplingParams, active
 from tests.fakes.rows import metadata_of, only
+from tests.support.representatives import with_extended
 
 VOCAB_SIZE = 40_000  # more blocks than most top-k, so that they are at work
 
@@ -37,7 +38,7 @@ def reference(logits: np.ndarray, *, temperature: float, top_k: int, top_p: floa
     return torch.softmax(scores, dim=-1)[0].numpy()
 
 
-@pytest.mark.parametrize("spread", [1.0, 4.0])
+@pytest.mark.parametrize("spread", with_extended([1.0, 4.0], always={1.0}))
 @pytest.mark.parametrize(
     "rules",
     [

@@ -134,11 +134,11 @@ def test_greedy_ties_go_to_the_lowest_id_on_both():
 )
 def test_each_stage_keeps_the_tokens_of_the_host(rules):
     rng = np.random.default_rng(10)
-    num = 3000
+    num = 1000
     logits = (rng.standard_normal((num, 60)) * 2).astype(np.float32)
     logits[rng.random((num, 60)) < 0.1] = -np.inf
     columns = {name: rng.choice(values, num) for name, values in rules.items()}
     rows = metadata_of(num, temperature=rng.choice([0.5, 1.0, 2.0], num), **columns)
     host, device = both(logits, rows)
-    assert (host.token_ids != device.token_ids).sum() <= 3  # on a border, to the last digits of a float32
+    assert (host.token_ids != device.token_ids).sum() <= 1  # on a border, to the last digits of a float32
     assert np.isfinite(logits[np.arange(num), device.token_ids]).all()

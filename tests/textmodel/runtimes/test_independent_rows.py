@@ -116,14 +116,20 @@ def compare(file: Path, prompts: Sequence[Sequence[int]], seeds: range) -> None:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(100), pytest.param(range(100, NUM_SCHEDULES), marks=pytest.mark.slow)], ids=str
+    "seeds",
+    [
+        range(40),
+        pytest.param(range(40, 100), marks=pytest.mark.extended),
+        pytest.param(range(100, NUM_SCHEDULES), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_tokens_of_a_sequence_do_not_depend_on_its_batch(tiny: Path, seeds: range) -> None:
     compare(tiny, prompts(), seeds)
 
 
 def test_an_int8_cache_does_not_depend_on_the_batch(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    compare(exported(tiny_checkpoint, tmp_path / "repository", kv_cache="int8"), prompts(), range(0, 100, 10))
+    compare(exported(tiny_checkpoint, tmp_path / "repository", kv_cache="int8"), prompts(), range(0, 50, 10))
 
 
 @pytest.mark.slow
