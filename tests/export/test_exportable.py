@@ -61,9 +61,9 @@ EXPORTED = {
 def config_of(model_type: str, architecture: str) -> dict[str, Any]:
     """Return the config of the first model of this type, which transformers has as its defaults."""
     config = AutoConfig.for_model(model_type, architectures=[architecture]).to_dict()
-    if model_type == "lfm2":    # by default it has none of the layers for which it was made
+    if model_type == "lfm2":  # by default it has none of the layers for which it was made
         config["layer_types"][0] = "conv"
-    if model_type == "granitemoehybrid":    # by default it has no other layers
+    if model_type == "granitemoehybrid":  # by default it has no other layers
         config["layer_types"][5] = "full_attention"
     return config
 
@@ -188,7 +188,7 @@ class _HubHandler(BaseHTTPRequestHandler):
     server: Hub
 
     def do_GET(self) -> None:
-        name = unquote(self.path.partition("/resolve/")[2].partition("/")[2])   # behind the revision
+        name = unquote(self.path.partition("/resolve/")[2].partition("/")[2])  # behind the revision
         if "/tree/" in self.path:
             sizes = {file: len(content) for file, content in self.server.files.items()}
             tree = [{"type": "file", "path": file, "size": sizes[file], "oid": file} for file in sizes]
@@ -251,9 +251,15 @@ def test_all_files_of_another_model_are_downloaded(hub: Hub) -> None:
 
 
 _GGUFS = (
-    "README.md", "mmproj-Tiny-Q4_K_M.gguf", "Tiny-Q4_K_M.gguf", "UD/Tiny-UD-Q4_K_M.gguf", "Tiny-Q4_K_S.gguf",
-    "Tiny-UD-Q4_K_XL.gguf", "Tiny.f16.gguf",
-    "Q5_K_M/Tiny-Q5_K_M-00001-of-00002.gguf", "Q5_K_M/Tiny-Q5_K_M-00002-of-00002.gguf",
+    "README.md",
+    "mmproj-Tiny-Q4_K_M.gguf",
+    "Tiny-Q4_K_M.gguf",
+    "UD/Tiny-UD-Q4_K_M.gguf",
+    "Tiny-Q4_K_S.gguf",
+    "Tiny-UD-Q4_K_XL.gguf",
+    "Tiny.f16.gguf",
+    "Q5_K_M/Tiny-Q5_K_M-00001-of-00002.gguf",
+    "Q5_K_M/Tiny-Q5_K_M-00002-of-00002.gguf",
 )
 
 
@@ -358,7 +364,7 @@ def test_each_shard_is_deleted_when_it_is_converted(
     shards = sharded(folder)
     hub.files = {path.name: path.read_bytes() for path in folder.iterdir()}
     cache = tmp_path / "hub"
-    for interrupts in (True, False):    # what was deleted is downloaded again
+    for interrupts in (True, False):  # what was deleted is downloaded again
         progress = ShardsProgress(cache, interrupts=interrupts)
         with pytest.raises(KeyboardInterrupt) if interrupts else nullcontext():
             export_model(

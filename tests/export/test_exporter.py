@@ -73,11 +73,11 @@ def test_progress_counts_the_bytes_of_the_files_once(tmp_path: Path, kind: str) 
     if kind == "gguf":
         source = weights = write_gguf(source, tmp_path / "tiny.gguf", kind="Q8_0")
     progress = BytesProgress()
-    export(source, tmp_path / "repository", precision="int8", progress=progress)    # it reads some twice
+    export(source, tmp_path / "repository", precision="int8", progress=progress)  # it reads some twice
     assert progress.totals.keys() == {"running the source", "converting to int8"}
     assert progress.done == progress.totals
     for total in progress.totals.values():
-        assert 0.5 < total / weights.stat().st_size <= 1    # a file has a tokenizer or names, too
+        assert 0.5 < total / weights.stat().st_size <= 1  # a file has a tokenizer or names, too
 
 
 def export(
@@ -338,7 +338,7 @@ def test_an_additional_graph_needs_its_model_and_a_valid_name(
     wider = tiny_llama_checkpoint(tmp_path.parent / "wider", vocab_size=400)
     with pytest.raises(ExportError, match="wider") as caught:
         export(wider, tmp_path, beside="other", overwrite=True)
-    assert "--overwrite" not in caught.value.remedy     # the config belongs to another graph
+    assert "--overwrite" not in caught.value.remedy  # the config belongs to another graph
     assert not (tmp_path / "tiny_logits" / "1" / "other").exists()
 
 

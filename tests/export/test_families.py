@@ -48,9 +48,7 @@ HYBRIDS = [
     if config["model_type"] in HYBRID_TYPES or name.startswith("granite4_h")
 ]
 # They have layers that only genserve's operators compute.
-ONNX_ONLY = [
-    *HYBRIDS, *(name for name, config in TINY_MODELS.items() if config["model_type"] in OWN_TYPES)
-]
+ONNX_ONLY = [*HYBRIDS, *(name for name, config in TINY_MODELS.items() if config["model_type"] in OWN_TYPES)]
 EXPERT_MODELS = [
     name
     for name, config in TINY_MODELS.items()

@@ -101,7 +101,7 @@ def in_memory(checkpoint: Checkpoint) -> Checkpoint:
     tensors = {name: checkpoint.load(name, slice(None)) for name in checkpoint.tensor_names}
 
     def load(name: str, rows: slice) -> FloatArray:
-        return tensors[name][rows] if tensors[name].ndim else tensors[name]     # some have no dimensions
+        return tensors[name][rows] if tensors[name].ndim else tensors[name]  # some have no dimensions
 
     return replace(checkpoint, load=load, shape=lambda name: tensors[name].shape)
 
@@ -179,8 +179,9 @@ def wrong_mixers(mixer: LinearAttention) -> Iterator[tuple[str, LinearAttention]
         yield "beta", replace(mixer, beta_scale=1.1 * mixer.beta_scale)
     if mixer.norm:
         yield "epsilon", replace(mixer, norm_epsilon=0.1)
-        yield "place of the norm", replace(
-            mixer, norm="gate_then_norm" if mixer.norm == "norm_then_gate" else "norm_then_gate"
+        yield (
+            "place of the norm",
+            replace(mixer, norm="gate_then_norm" if mixer.norm == "norm_then_gate" else "norm_then_gate"),
         )
         yield "size of the norm", replace(mixer, norm_size=mixer.norm_size // 2)
         yield "no norm", replace(mixer, norm="")
@@ -194,9 +195,9 @@ def wrong_experts(experts: Experts) -> Iterator[tuple[str, Experts]]:
         "score": replace(router, score="sigmoid" if router.score == "softmax" else "softmax"),
         "place of weights": replace(router, scales_inputs=not router.scales_inputs),
     }
-    if not experts.beside_mlp:      # their sum is normed
+    if not experts.beside_mlp:  # their sum is normed
         wrong["scale of weights"] = replace(router, scale=1.1 * router.scale)
-    if router.score == "sparsemixer":       # it chooses two, and its weights are what they are
+    if router.score == "sparsemixer":  # it chooses two, and its weights are what they are
         wrong["jitter"] = replace(router, jitter=0.0)
     else:
         yield "top_k", replace(experts, top_k=experts.top_k - 1 or 2)
@@ -215,7 +216,7 @@ def wrong_experts(experts: Experts) -> Iterator[tuple[str, Experts]]:
 def wrong_attentions(attention: Attention) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "scale", {"scale": 1.2 * attention.scale}
     yield "window", {"window": 8 if attention.window is None else None}
-    if not attention.alibi:     # no family has both
+    if not attention.alibi:  # no family has both
         yield "softcap", {"softcap": 1.2 * (attention.softcap or 1)}
     if attention.value_norm and attention.cache_of is None:
         yield "no norm of values", {"value_norm": False}
@@ -239,13 +240,16 @@ def wrong_attentions(attention: Attention) -> Iterator[tuple[str, dict[str, Any]
     if attention.head_norm is not None:
         norm = attention.head_norm
         yield "no head norm", {"head_norm": None}
-        yield "kind of head norm", {
-            "head_norm": HeadNorm(
-                kind="rms" if norm.kind == "layer" else "layer",
-                joint=norm.joint,
-                after_rotary=norm.after_rotary,
-            )
-        }
+        yield (
+            "kind of head norm",
+            {
+                "head_norm": HeadNorm(
+                    kind="rms" if norm.kind == "layer" else "layer",
+                    joint=norm.joint,
+                    after_rotary=norm.after_rotary,
+                )
+            },
+        )
         # Rotary positions do not change the norm of Llama 4, which has no weight.
         if attention.rotary is not None and attention.chunk is None:
             yield "place of head norm", {"head_norm": replace(norm, after_rotary=not norm.after_rotary)}
@@ -271,7 +275,7 @@ def wrong_weights(weights: DecoderWeights, decoder: Decoder) -> Iterator[tuple[s
             if layer not in layers or (role.endswith("attention.key.bias") and not has_rotary):
                 continue
             if role == f"layers.{len(decoder.layers) - 1}.scale":
-                continue    # a norm follows
+                continue  # a norm follows
         yield (
             role,
             replace(
@@ -303,9 +307,7 @@ def logits(decoder: Decoder, weights: DecoderWeights, ids: NDArray[np.int64]) ->
         return graph_logits(decoder, weights, ids)
     caches, length = decoder.dimensions.caches, len(ids)
     module = DecoderModule(weights, decoder, dtype=torch.float32).eval()
-    cache = [
-        torch.zeros((1, length, each.num_kv_heads, each.head_dim)) for each in caches for _ in range(2)
-    ]
+    cache = [torch.zeros((1, length, each.num_kv_heads, each.head_dim)) for each in caches for _ in range(2)]
     with torch.inference_mode():
         found = module(
             torch.from_numpy(ids),

@@ -30,8 +30,13 @@ from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
 from tests.support.representatives import with_extended
 from tests.support.tiny_llama import tiny_llama_checkpoint
 
-SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4,
-         "head_dim": 32}
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+}
 
 GGUF_KINDS = [kind for kind in BLOCK_FORMATS if not kind.startswith("Q4Z")]
 
@@ -67,7 +72,8 @@ def difference(file: Path, folder: Path, *, typical: Callable[[Any], Any] = np.m
 
 
 @pytest.mark.parametrize(
-    "kind", [*GGUF_KINDS, q4_k_m, with_floats, gates_of_another_type],
+    "kind",
+    [*GGUF_KINDS, q4_k_m, with_floats, gates_of_another_type],
 )
 @pytest.mark.parametrize("tied", with_extended([True, False], always=[True]))
 def test_the_logits_are_those_of_the_dequantized_weights(
@@ -75,7 +81,7 @@ def test_the_logits_are_those_of_the_dequantized_weights(
 ) -> None:
     folder = tiny_llama_checkpoint(tmp_path / "tiny", **SIZES, tie_word_embeddings=tied)
     file = write_gguf(folder, tmp_path / "tiny.gguf", kind=kind)
-    assert difference(file, tmp_path) < 0.04    # rows are rounded to 8 bits
+    assert difference(file, tmp_path) < 0.04  # rows are rounded to 8 bits
 
 
 @pytest.mark.parametrize(
@@ -147,7 +153,7 @@ def test_experts_keep_their_formats(
     }
     folder = tiny_checkpoint(tmp_path / "tiny", **models[model])
     file = write_gguf(folder, tmp_path / "tiny.gguf", kind=kind)
-    assert difference(file, tmp_path, typical=np.median) < 0.04    # a few rows go to other experts
+    assert difference(file, tmp_path, typical=np.median) < 0.04  # a few rows go to other experts
     [graph] = (tmp_path / "source").rglob("model.onnx")
     found = [
         attribute.s.decode()

@@ -211,7 +211,7 @@ def reference_attention(call: PagedAttentionCall) -> Array:
         if call.local_chunk_size > 0:
             hidden |= reach < (positions - positions % call.local_chunk_size)[:, None]
         scores = np.where(hidden, -np.inf, scores)
-        if call.sinks is not None:      # of another key, without a value
+        if call.sinks is not None:  # of another key, without a value
             sinks = np.broadcast_to(call.sinks[:, None, None], (*scores.shape[:2], 1))
             scores = np.concatenate([scores, sinks], axis=-1)
             values = np.concatenate([values, np.zeros_like(values[:1])])

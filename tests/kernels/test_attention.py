@@ -172,7 +172,7 @@ def test_bits_do_not_depend_on_the_heads_of_a_tile(cache_type: str, heads: int, 
 def _require_equal_bits(model: Model, sequences: list[tuple[int, int]]) -> None:
     call = make_call(model, sequences)
     want = bits(run(call, threads=1))
-    for threads in (2, 3, 8):   # each writes the same keys and values again
+    for threads in (2, 3, 8):  # each writes the same keys and values again
         np.testing.assert_array_equal(bits(run(call, threads=threads)), want)
 
 

@@ -124,9 +124,7 @@ def test_the_times_are_those_of_the_real_engine(
 ) -> None:
     kind = replace(
         kind,
-        limits=replace(
-            kind.limits, max_length=400, num_blocks=num_blocks, num_state_slots=num_state_slots
-        ),
+        limits=replace(kind.limits, max_length=400, num_blocks=num_blocks, num_state_slots=num_state_slots),
         queue_limits=replace(kind.queue_limits, max_requests=1000, max_wait_s=None),
     )
     drawn = load(rate=rate, output_len=Lengths(mean=output_len, variation=0.8)).requests()
@@ -164,7 +162,7 @@ def test_too_many_requests_are_rejected_as_by_a_server(kind: ReplicaKind) -> Non
     result = simulated(kind, load(rate=200.0, num_requests=400))
     assert result.num_rejected > 100
     assert result.num_requests == 400
-    assert result.times.first_s(100) < 5.0 + 1.0    # max_wait_s, and the prompt
+    assert result.times.first_s(100) < 5.0 + 1.0  # max_wait_s, and the prompt
     assert simulated(kind, load(rate=200.0, num_requests=400), num_replicas=12).num_rejected == 0
 
 

@@ -12,7 +12,7 @@ from tests.support.representatives import with_extended
 
 NUM_SEEDS = 1000
 PART = 100
-ALWAYS = 100    # seeds of every run of the tests
+ALWAYS = 100  # seeds of every run of the tests
 
 
 @pytest.mark.parametrize("first", with_extended(range(0, NUM_SEEDS, PART), always=range(ALWAYS)))

@@ -141,9 +141,7 @@ def test_check_reports_the_position_of_an_unknown_draft_model(tiny_repository, t
 
 
 @pytest.mark.parametrize("parameter", [{"speculation": "prompt_lookup"}, {"draft_model": "tiny"}])
-def test_a_draft_for_a_stage_without_a_text_model_is_a_warning(
-    tiny_repository, tmp_path, caplog, parameter
-):
+def test_a_draft_for_a_stage_without_a_text_model_is_a_warning(tiny_repository, tmp_path, caplog, parameter):
     root = speculating(tiny_repository, tmp_path / "models", **parameter)
     shutil.rmtree(root / "tiny")
     [diagnostic] = repository_diagnostics([root])["tiny_logits"]
@@ -177,9 +175,7 @@ def test_a_draft_model_with_another_vocabulary_is_rejected(tiny_repository, tmp_
         ({"speculation": "none"}, "CPU", False),
     ],
 )
-def test_prompt_lookup_is_the_default_on_the_cpu(
-    tiny_repository, tmp_path, parameters, kind, drafts
-):
+def test_prompt_lookup_is_the_default_on_the_cpu(tiny_repository, tmp_path, parameters, kind, drafts):
     assert has_drafts(speculating(tiny_repository, tmp_path / "models", **parameters), kind=kind) is drafts
 
 
@@ -187,8 +183,8 @@ def test_prompt_lookup_is_the_default_on_the_cpu(
     ("old", "new"),
     [
         ("onnxruntime", "pytorch"),
-        (" use_same_buffer_for_input_output: true", ""),    # copied at each step
-        ("past_key_values", "hidden"),                      # no cache
+        (" use_same_buffer_for_input_output: true", ""),  # copied at each step
+        ("past_key_values", "hidden"),  # no cache
     ],
 )
 def test_other_runtimes_draft_only_on_request(tiny_repository, tmp_path, old, new):

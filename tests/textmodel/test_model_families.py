@@ -99,6 +99,8 @@ def test_an_open_thought_is_reasoning_and_calls_at_its_end_are_calls(of_family, 
         calls = (mark + calls).removeprefix(model.family.forgotten or end)
         for text, expected in ((thought, replace(turn, calls=())), (thought + calls, turn)):
             assert read(model.parser(begun=answer.begun), cut(text, draw)) == expected, text
+
+
 # Their arguments are JSON, texts between marks, and literals; and messages in channels.
 FEW = ("qwen3", "qwen3_5", "lfm2_5", "gpt_oss")
 FIRST_FEW = [
@@ -130,7 +132,7 @@ class Scripted(PagedLogits):
             length = len(history) - len(prompt)
             if 0 <= length < len(answer) and history == prompt + answer[:length]:
                 return answer[length]
-        return 0    # behind a wrong draft
+        return 0  # behind a wrong draft
 
 
 def generated(model: FamilyModel, answers: Mapping[tuple[int, ...], Answer], draft: Proposer | None):

@@ -133,7 +133,7 @@ def test_other_models_are_checked_after_a_damaged_one(tmp_path, config):
 def test_an_unreadable_file_is_reported(tmp_path, config, name, severity):
     file = model(tmp_path, config).with_name(name)
     file.unlink(missing_ok=True)
-    file.symlink_to("/proc/self/mem")   # nobody can read its beginning, not even root
+    file.symlink_to("/proc/self/mem")  # nobody can read its beginning, not even root
     diagnostics = [each for each in repository_diagnostics([tmp_path])["m"] if "read" in each.message]
     assert [diagnostic.severity.value for diagnostic in diagnostics] == [severity]
     assert diagnostics[0].message == f"{name} cannot be read: {os.strerror(errno.EIO)}"
@@ -153,7 +153,7 @@ def test_a_graph_too_new_for_the_runtime_is_reported(tmp_path, field):
 
 
 def test_a_config_of_another_graph_is_reported_at_its_tensor(tmp_path):
-    model(tmp_path, ONNX.replace("name: \"x\" data_type: TYPE_FP32", "name: \"x\" data_type: TYPE_INT64"))
+    model(tmp_path, ONNX.replace('name: "x" data_type: TYPE_FP32', 'name: "x" data_type: TYPE_INT64'))
     found = diagnostic(tmp_path)
     assert found.where == f"{tmp_path}/m/config.pbtxt:2:1"
     assert "expects datatype TYPE_INT64 for input 'x', model provides TYPE_FP32" in found.message

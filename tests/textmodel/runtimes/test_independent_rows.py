@@ -25,9 +25,7 @@ MAX_TOKENS = 90
 def logits_of(file: Path) -> OnnxLogits:
     """A cache with the memory of two sequences for six, so that some must leave and come back."""
     num_bytes = OnnxLogits(file, max_num_seqs=2, max_length=MAX_LENGTH).kv_cache_bytes
-    return OnnxLogits(
-        file, max_num_seqs=MAX_NUM_SEQS, max_length=MAX_LENGTH, kv_cache_bytes=num_bytes
-    )
+    return OnnxLogits(file, max_num_seqs=MAX_NUM_SEQS, max_length=MAX_LENGTH, kv_cache_bytes=num_bytes)
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ def mixed_steps(model: LogitsModel) -> NDArray[np.float32]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     model: str
-    layers: str                 # the key of their number in the config
+    layers: str  # the key of their number in the config
     precision: Precision
     kv_cache: CacheType = "float"
     num_stages: int = 2
@@ -141,12 +141,12 @@ class SmallDevice(DeviceMemory):
 
 
 def test_the_device_with_the_least_room_decides_the_size_of_the_cache(folder):
-    block_bytes = 256 * 2 * 2 * 16 * 4      # per layer: tokens, keys and values, heads, numbers, bytes
+    block_bytes = 256 * 2 * 2 * 16 * 4  # per layer: tokens, keys and values, heads, numbers, bytes
     # The graphs do not run with such device ids, so only the sizes are asked for.
     with pytest.raises(RepositoryError, match="no room for one block"):
         pipeline(folder, memories=[SmallDevice(0, 100 * block_bytes), SmallDevice(1, block_bytes)])
     shared = [SmallDevice(0, 4 * block_bytes), SmallDevice(0, 4 * block_bytes)]
-    assert pipeline(folder, memories=shared).num_blocks == 1    # half of the memory, for two layers
+    assert pipeline(folder, memories=shared).num_blocks == 1  # half of the memory, for two layers
 
 
 def test_devices_of_two_kinds_are_rejected(folder):
@@ -179,7 +179,7 @@ def test_an_error_of_a_stage_ends_the_forward_and_the_next_one_runs(folder, max_
     whole_rows = logits_of(model, random_ids(9))
     row = Row(random_ids(12), blocks=[2**20])
     for _ in range(3):
-        with pytest.raises(Exception, match="block_table"):     # onnxruntime's share no base class
+        with pytest.raises(Exception, match="block_table"):  # onnxruntime's share no base class
             model.forward(forward_batch([Row(random_ids(8), blocks=[0]), row], [8, 12]))
     np.testing.assert_array_equal(logits_of(model, random_ids(9)), whole_rows)
 
@@ -230,7 +230,7 @@ def test_a_stage_that_costs_only_by_the_token_gets_many_micro_batches():
     assert num_micro_batches(costs, 1) == 1
     assert num_micro_batches(costs, 4) == 4
     assert num_micro_batches(costs, 256) == 16
-    assert num_micro_batches(costs[:1], 256) == 1   # nothing overlaps
+    assert num_micro_batches(costs[:1], 256) == 1  # nothing overlaps
 
 
 def test_the_number_of_micro_batches_balances_the_fill_of_the_pipeline_with_its_runs():
