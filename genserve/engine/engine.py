@@ -104,7 +104,7 @@ class Engine:
         self._runner = ModelRunner(
             model, self._kv, max_num_batched_tokens=self._scheduler.max_num_batched_tokens
         )
-        self.has_states = self._kv.states is not None
+        self.has_states = self._kv.has_states
         self._loops = DecodingLoops(decode)
         self._processor = StepProcessor(self._kv, self._loops, speculation=speculation)
         self._speculation = speculation
@@ -134,8 +134,8 @@ class Engine:
 
     @property
     def state_usage(self) -> float:
-        """The share of the state slots that requests hold, 0 to 1."""
-        return 0.0 if self._kv.states is None else self._kv.states.usage
+        """The share of the state slots that requests hold, 0 to 1; 0 without states."""
+        return self._kv.states.usage
 
     @property
     def num_snapshot_hits(self) -> int:

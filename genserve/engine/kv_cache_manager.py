@@ -46,7 +46,8 @@ class KVCacheManager:
             they are written again; None: there is none.
         kept: the slots of the snapshots that were taken at the ends of full blocks, with the keys of these,
             for the same.
-        states: the slots of recurrent states; None: the model has none.
+        states: the slots of recurrent states; none without them.
+        has_states: whether the model has recurrent states.
         num_snapshot_hits: how many requests have started from a snapshot.
         num_recomputed_tokens: how many tokens with cached blocks had no snapshot to continue from.
     """
@@ -65,7 +66,8 @@ class KVCacheManager:
         self.copies: list[tuple[int, int]] = []
         self.filled: list[tuple[bytes, int]] | None = [] if stores_blocks else None
         self.kept: list[tuple[bytes, int]] = []
-        self.states = StateSlots(num_state_slots) if num_state_slots else None
+        self.states = StateSlots(num_state_slots)
+        self.has_states = num_state_slots > 0
         self.num_snapshot_hits = 0
         self.num_recomputed_tokens = 0
         self._shares_blocks = prefix_cache
@@ -114,13 +116,11 @@ class KVCacheManager:
         num_new = self.num_blocks_for(len(request.token_ids)) - len(block_ids)
         for block in block_ids:
             self._touch(block)
-        if self.states is not None:
-            table.state = self._first_state(self.states, request, block_ids, num_computed)
+        if self.has_states:
+            table.state = self._first_state(request, block_ids, num_computed)
         table.num_cached = num_computed // self.block_size
         for block in block_ids[table.num_cached :]:
-            self._prefix_cache.evict(block)     # the request will write it
-            if self.states is not None:
-                self.states.drop(block)
+            self._evict(block)      # the request will write it
         table.block_ids = [*block_ids, *(self._new_block() for _ in range(num_new))]
         table.num_rewrites += 1
         request.num_computed_tokens = num_computed
@@ -154,7 +154,6 @@ class KVCacheManager:
 
         The model must have states.
         """
-        assert self.states is not None
         for request, draft in zip(requests, drafts, strict=True):
             state = request.block_table.state
             assert state is not None
@@ -173,7 +172,6 @@ class KVCacheManager:
         must have states.
         """
         state = request.block_table.state
-        assert self.states is not None
         assert state is not None
         self.states.go_back(state)
         request.num_replayed_tokens = request.num_computed_tokens - state.num_tokens
@@ -187,7 +185,7 @@ class KVCacheManager:
         come there; and borders at regular distances while slots are free.
         """
         state, num_computed = request.block_table.state, request.num_computed_tokens
-        if self.states is None or state is None or not self._uses_prefix_cache(request):
+        if state is None or not self._uses_prefix_cache(request):
             return request.num_pending
         last = (len(request.token_ids) - 1) // self.block_size * self.block_size
         lengths = [last, state.junction]
@@ -229,7 +227,7 @@ class KVCacheManager:
         self._free_blocks(own.block_ids)
         own.block_ids, own.keys, own.num_cached = block_ids, table.keys[: table.num_cached], table.num_cached
         own.num_rewrites += 1
-        if self.states is not None and table.state is not None:
+        if table.state is not None:
             own.state = self.states.fork(table.state, own.state)
         target.num_computed_tokens = source.num_computed_tokens
 
@@ -240,13 +238,13 @@ class KVCacheManager:
         """
         table, state = request.block_table, request.block_table.state
         if table.block_ids:
-            if self.states is not None and state is not None and state.target != NO_SLOT:
+            if state is not None and state.target != NO_SLOT:
                 self.states.go_back(state)
             self.cache_blocks(request)
             if state is None or state.slot != NO_SLOT:
                 self._cache_last_block(request)
-            if self.states is not None and state is not None:
-                self._keep_last_state(self.states, request, state)
+            if state is not None:
+                self._keep_last_state(request, state)
                 self.states.free(state)
                 request.num_replayed_tokens = 0
             self._free_blocks(table.block_ids)
@@ -263,7 +261,7 @@ class KVCacheManager:
     def has_snapshot(self, key: bytes) -> bool:
         """Whether there is a state at the end of a full block. Safe from any thread, as `is_cached`."""
         block = self._prefix_cache.find(key)
-        return self.states is not None and block is not None and block in self.states
+        return block is not None and block in self.states
 
     def restore(self, stored: StoredBlocks) -> tuple[list[int], list[int], int]:
         """Cache blocks of a prompt that come from files, in free blocks that the prompt does not have cached.
@@ -292,7 +290,7 @@ class KVCacheManager:
             rows.append(row)
         self._keep(held)
         slot, last = NO_SLOT, None if stored.state is None else held[stored.state_index]
-        if self.states is not None and last is not None and last not in self.states:
+        if last is not None and last not in self.states:
             slot, dropped = self.states.restore(last)
             self._forget_partial(dropped)
         block_ids = [block for block in (held[stored.indices[row]] for row in rows) if block is not None]
@@ -320,7 +318,7 @@ class KVCacheManager:
 
         `num_computed_tokens` are cached. Of a model with states, so may be more blocks, without a state.
         """
-        if self.states is not None:
+        if self.has_states:
             num_computed_tokens = max(num_computed_tokens, self._num_matched(request))
         return self.key_at(request, num_computed_tokens)
 
@@ -337,8 +335,8 @@ class KVCacheManager:
         free = [block for block, count in enumerate(held) if not count]
         assert sorted(self._free) == free, "the free queue differs from the blocks that no request holds"
         self._prefix_cache.check_integrity()
-        if self.states is not None:
-            self._check_states(self.states, tables)
+        if self.has_states:
+            self._check_states(tables)
         for request, table in tables:
             assert len(set(table.block_ids)) == len(table.block_ids), "a request holds a block twice"
             num_held = len(table.block_ids) * self.block_size
@@ -370,8 +368,8 @@ class KVCacheManager:
         """
         if not self._reads_prefix_cache(request):
             return [], 0
-        if self.states is not None:
-            return self._cached_states(self.states, request)
+        if self.has_states:
+            return self._cached_states(request)
         num_tokens, size = len(request.token_ids), self.block_size
         block_ids = self._cached_blocks(request, num_tokens)
         num_cached = len(block_ids) * size
@@ -388,7 +386,7 @@ class KVCacheManager:
                 return [*block_ids, block], min(num_cached + num_shared, num_tokens - 1)
         return block_ids, num_cached
 
-    def _cached_states(self, states: StateSlots, request: Request) -> tuple[list[int], int]:
+    def _cached_states(self, request: Request) -> tuple[list[int], int]:
         """Return the same of a model with states, which continues only from a snapshot."""
         size, longest = self.block_size, len(request.token_ids) - 1
         block_ids = self._cached_blocks(request, longest)
@@ -398,7 +396,7 @@ class KVCacheManager:
             found = self._prefix_cache.find_partial(self._parent(request, len(block_ids)), tokens)
             if found is not None:
                 return [*block_ids, found[1]], first + found[0]
-            if not block_ids or block_ids[-1] in states:
+            if not block_ids or block_ids[-1] in self.states:
                 return block_ids, first
             block_ids.pop()
 
@@ -409,7 +407,7 @@ class KVCacheManager:
         return len(self._cached_blocks(request, len(request.token_ids) - 1)) * self.block_size
 
     def _first_state(
-        self, states: StateSlots, request: Request, block_ids: Sequence[int], num_computed: int
+        self, request: Request, block_ids: Sequence[int], num_computed: int
     ) -> SequenceState:
         """Return the state with which a request starts: the snapshot at the end of its cached blocks."""
         matched = self._num_matched(request)
@@ -417,44 +415,43 @@ class KVCacheManager:
         state = SequenceState(num_tokens=num_computed, num_kept=num_computed, junction=matched)
         if block_ids:
             self.num_snapshot_hits += 1
-            state.slot = states.share(block_ids[-1])
+            state.slot = self.states.share(block_ids[-1])
         return state
 
     def _take_over_state(self, request: Request, state: SequenceState) -> None:
         """Continue after the last forward of a request; keep a snapshot where one is planned."""
-        assert self.states is not None
         self.states.advance(state, request.num_computed_tokens)
         request.num_replayed_tokens = 0
         if state.num_tokens == state.next_snapshot:
-            self._keep_state(self.states, request, state)
+            self._keep_state(request, state)
 
-    def _keep_state(self, states: StateSlots, request: Request, state: SequenceState) -> None:
+    def _keep_state(self, request: Request, state: SequenceState) -> None:
         """Keep the state at the end of a full block as a snapshot, if the block is cached."""
         key = self._key(request, state.num_tokens // self.block_size - 1)
         block = self._prefix_cache.find(key)
         if block is not None:
-            if self.filled is not None and block not in states:
+            if self.filled is not None and block not in self.states:
                 self.kept.append((key, state.slot))
-            states.keep(block, state)
+            self.states.keep(block, state)
 
-    def _keep_last_state(self, states: StateSlots, request: Request, state: SequenceState) -> None:
+    def _keep_last_state(self, request: Request, state: SequenceState) -> None:
         """Keep the state of a request that leaves, at the end of its last block, if that is cached."""
         index, num_last = divmod(state.num_tokens, self.block_size)
         if state.slot == NO_SLOT or not self._uses_prefix_cache(request):
             return
         if not num_last:
-            self._keep_state(states, request, state)
+            self._keep_state(request, state)
         elif self._prefix_cache.is_partial(request.block_table.block_ids[index]):
-            states.keep(request.block_table.block_ids[index], state)
+            self.states.keep(request.block_table.block_ids[index], state)
 
-    def _check_states(self, states: StateSlots, tables: Sequence[tuple[Request, BlockTable]]) -> None:
+    def _check_states(self, tables: Sequence[tuple[Request, BlockTable]]) -> None:
         held = [(request, table.state) for request, table in tables if table.state is not None]
-        states.check_integrity(state for _, state in held)
+        self.states.check_integrity(state for _, state in held)
         for request, state in held:
             assert request.num_computed_tokens == state.num_tokens, "a state is behind other tokens"
             assert (state.slot == NO_SLOT) == (not state.num_tokens), "a state has no slot, or zero has one"
         for block in range(len(self._ref_counts)):
-            if block in states:
+            if block in self.states:
                 assert block in self._prefix_cache, "a snapshot outlived its block"
             else:
                 assert not self._prefix_cache.is_partial(block), "a partly filled block has no snapshot"
@@ -518,12 +515,15 @@ class KVCacheManager:
         return block
 
     def _evict_next(self) -> int:
-        """Pop the least recently used free block, and evict its tokens and its snapshot."""
+        """Pop the least recently used free block, and evict it."""
         block, _ = self._free.popitem(last=False)
-        self._prefix_cache.evict(block)
-        if self.states is not None:
-            self.states.drop(block)
+        self._evict(block)
         return block
+
+    def _evict(self, block: int) -> None:
+        """Evict the tokens of a block and its snapshot; does nothing if it is not cached."""
+        self._prefix_cache.evict(block)
+        self.states.drop(block)
 
     def _free_blocks(self, block_ids: Sequence[int]) -> None:
         """Release blocks; a request's last blocks are reused before its first, uncached ones before all."""

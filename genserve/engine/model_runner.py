@@ -31,9 +31,8 @@ class ModelRunner:
         self._starts = np.zeros(num_seqs + 1, dtype=np.int32)
         self._num_computed = np.zeros(num_seqs, dtype=np.int32)
         self._block_table = np.zeros((num_seqs, -(-model.max_length // model.block_size)), dtype=np.int32)
-        has_states = kv_cache_manager.states is not None
-        self._state_source = np.zeros(num_seqs, dtype=np.int32) if has_states else None
-        self._state_target = np.zeros(num_seqs, dtype=np.int32) if has_states else None
+        self._state_source = np.zeros(num_seqs, dtype=np.int32) if kv_cache_manager.has_states else None
+        self._state_target = np.zeros(num_seqs, dtype=np.int32) if kv_cache_manager.has_states else None
         self._counting = np.arange(max_num_batched_tokens + 1, dtype=np.int64)
         self._adapters: Sequence[LogitsAdapter | None] | None = None
         # The table that was written into each row of the block table, and its `num_rewrites` and length then.

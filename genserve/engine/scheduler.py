@@ -198,7 +198,7 @@ class Scheduler:
             self._add_drafts(output, self._speculation)
         if compete:
             self._shares.record(zip(output.requests, output.num_tokens, strict=True))
-        if self._kv.states is not None:
+        if self._kv.has_states:
             self._kv.schedule_states(output.requests, output.drafts)
         return output if output.requests else None
 
@@ -437,7 +437,7 @@ class Scheduler:
                     num_unscored = max(0, request.logits_start - request.num_computed_tokens)
                     num_chunk = min(num_chunk, num_unscored + num_rows)
                     num_rows -= max(0, num_chunk - num_unscored)
-                if self._kv.states is not None and len(requests) == 1:
+                if self._kv.has_states and len(requests) == 1:
                     num_chunk = min(num_chunk, self._kv.tokens_to_snapshot(request))
                 if num_chunk:
                     output.add(request, num_chunk)

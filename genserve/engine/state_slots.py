@@ -62,8 +62,8 @@ class StateSlots:
 
     @property
     def usage(self) -> float:
-        """The share of the slots that requests hold, 0 to 1."""
-        return sum(map(bool, self._ref_counts)) / len(self._ref_counts)
+        """The share of the slots that requests hold, 0 to 1; 0 without slots."""
+        return sum(map(bool, self._ref_counts)) / max(1, len(self._ref_counts))
 
     def schedule(self, state: SequenceState, *, keep: bool) -> int | None:
         """Choose the target of the next forward of a request, after which it may go back if `keep`.

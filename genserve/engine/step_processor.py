@@ -120,7 +120,7 @@ class StepProcessor:
                 num_accepted[request] += 1
             self._continue(logits, [(r, row + index + 1) for r, row, _ in accepting if not r.num_pending])
         for request, _, draft in drafted:
-            if self._kv.states is not None and num_accepted[request] < len(draft):
+            if self._kv.has_states and num_accepted[request] < len(draft):
                 self._kv.go_back(request)
             self._kv.cache_blocks(request)
             request.num_drafted_tokens += len(draft)
