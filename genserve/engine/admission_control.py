@@ -192,7 +192,7 @@ class AdmissionControl:
     Attributes:
         limits: how many requests may wait, and how long.
         num_accepted: slots of all requests that have not ended.
-        num_tokens: tokens of the prompts that wait for their first step.
+        num_waiting_tokens: tokens of the prompts that wait for their first step.
         without_adapters: slots of the accepted requests that wait for adapters, and take no slot before, by
             priority.
     """
@@ -200,7 +200,7 @@ class AdmissionControl:
     def __init__(self, *, max_num_seqs: int, limits: QueueLimits, metrics: GenerationMetrics) -> None:
         self.limits = limits
         self.num_accepted = 0
-        self.num_tokens = 0
+        self.num_waiting_tokens = 0
         self.without_adapters: Counter[int] = Counter()
         self._max_num_seqs = max_num_seqs
         self._metrics = metrics
@@ -244,11 +244,11 @@ class AdmissionControl:
             return
         self.check_count(count, now_s=now_s)
         limit = self.limits.max_tokens
-        if limit is not None and self.num_tokens and self.num_tokens + num_tokens > limit:
+        waiting = self.num_waiting_tokens
+        if limit is not None and waiting and waiting + num_tokens > limit:
             raise self._rejection(
                 RejectionReason.MAX_QUEUE_TOKENS,
-                f"prompts of {self.num_tokens} tokens are waiting; {num_tokens} more would exceed the limit, "
-                f"{limit}",
+                f"prompts of {waiting} tokens are waiting; {num_tokens} more would exceed the limit, {limit}",
                 remedy="try again later, or raise --max-queue-tokens",
                 now_s=now_s,
             )
@@ -275,7 +275,7 @@ class AdmissionControl:
     def num_free(self, *, now_s: float) -> int:
         """Return how many slots short prompts of the default priority get now; 0: `check` rejects one."""
         limit = self.limits.max_tokens
-        if limit is not None and self.num_tokens >= limit:
+        if limit is not None and self.num_waiting_tokens >= limit:
             return 0
         if self._is_too_long(self._predicted_wait_s(0, now_s=now_s)):
             return 0
@@ -353,12 +353,12 @@ class AdmissionControl:
 
     def wait(self, num_seqs: int, *, num_tokens: int, priority: int) -> None:
         """Count an accepted sequence that waits for its first step."""
-        self.num_tokens += num_tokens
+        self.num_waiting_tokens += num_tokens
         self._waiting[priority] += num_seqs
 
     def start(self, num_seqs: int, *, num_tokens: int, priority: int) -> None:
         """Undo `wait`: the sequence had its first step, or ended before."""
-        self.num_tokens -= num_tokens
+        self.num_waiting_tokens -= num_tokens
         _subtract(self._waiting, priority, num_seqs)
         if not self._waiting - self.without_adapters:
             self._prediction.full = False   # if all requests have left, no step will record it

@@ -605,7 +605,7 @@ class TokenSequence(SubmittedSequence):
             prompt_tokens=self.num_prompt_tokens,
             completion_tokens=self.num_new_tokens,
             cached_tokens=self.num_cached_tokens,
-            timings=None if now_s is None or self.is_resumed else self._timings(now_s),
+            timings=None if now_s is None or self.is_resumed else self.timings(now_s),
             cache_match=self.cache_match,
             receipt=self._written_receipt(),
         )
@@ -624,7 +624,8 @@ class TokenSequence(SubmittedSequence):
             adapter=adapter,
         )
 
-    def _timings(self, now_s: float) -> Timings:
+    def timings(self, now_s: float) -> Timings:
+        """Return how long the phases of the answer, which ends now, have taken."""
         started_s = now_s if self.started_s is None else self.started_s
         first_token_s = now_s if self.first_token_s is None else self.first_token_s
         return Timings(

@@ -78,6 +78,7 @@ class EngineThread:
     Attributes:
         stalled: whether the thread was seen to hang within a step; set by who watches the thread.
         num_turns: how often the thread has looked for work; increases while there are requests.
+        num_steps: how many forwards it has run.
     """
 
     def __init__(
@@ -119,9 +120,9 @@ class EngineThread:
         # The sequences whose callers want to know how much of the prompt was read, and how much they know of.
         self._reading: dict[TokenSequence, int] = {}
         self._decode_s = 0.0                    # the duration of the last step that only decoded
-        self._num_steps = 0
         self.stalled = False
         self.num_turns = 0
+        self.num_steps = 0
         self._cpu_clock: int | None = None      # None: the thread has not started, or there is no such clock
         self._thread = threading.Thread(target=self._run, name=f"engine-{name}", daemon=True)
         self._thread.start()
@@ -152,11 +153,6 @@ class EngineThread:
     def cache_usage(self) -> float:
         """Share of the KV cache that running requests hold, 0 to 1."""
         return self._engine.cache_usage
-
-    @property
-    def num_steps(self) -> int:
-        """Forwards run so far."""
-        return self._num_steps
 
     @property
     def num_accepted(self) -> int:
@@ -385,7 +381,7 @@ class EngineThread:
             now_s = self._engine.clock()
             self._deliver(self._outputs(self._engine.expire(), now_s), now_s=now_s)
             return not self._open
-        self._num_steps += 1
+        self.num_steps += 1
         seconds = time.monotonic() - started_s
         now_s = self._engine.clock()
         started = self._queue.record_step(
@@ -602,13 +598,12 @@ class StepReporter:
             return
         seconds, num_tokens = now_s - arrived_s, sequence.num_new_tokens
         logger.debug("finished: %s, %d tokens in %.3f s", delta.finish_reason, num_tokens, seconds)
-        first_token_s = now_s if sequence.first_token_s is None else sequence.first_token_s
-        started_s = now_s if sequence.started_s is None else sequence.started_s
+        timings = sequence.timings(now_s)
         self._metrics.request_finished(
             delta.finish_reason,
             seconds=seconds,
-            prefill_seconds=first_token_s - started_s,
-            decode_seconds=now_s - first_token_s,
+            prefill_seconds=timings.prefill_s,
+            decode_seconds=timings.decode_s,
             prompt_tokens=sequence.num_prompt_tokens,
             new_tokens=num_tokens,
         )

@@ -23,7 +23,7 @@ _MAX_STORED = 8     # parts of prompts that were read from files and wait for th
 
 @dataclass(slots=True)
 class Arrivals(Generic[SequenceT]):
-    """Requests that arrived, or that somebody acted on, since the engine's thread took the last ones."""
+    """What has arrived for the engine's thread since it took the last arrivals."""
 
     sequences: list[SequenceT] = field(default_factory=list)
     logits_requests: list[LogitsRequest] = field(default_factory=list)
@@ -146,7 +146,7 @@ class InputQueue(Generic[SequenceT]):
     @property
     def num_waiting_tokens(self) -> int:
         """Prompt tokens of the sequences that wait for their first step."""
-        return self._admission.num_tokens
+        return self._admission.num_waiting_tokens
 
     @property
     def num_free(self) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 
 from genserve.engine.engine_request import BlockTable
 from genserve.engine.kv_cache_manager import KVCacheManager
-from genserve.engine.logits_model import ForwardBatch, LogitsAdapter, LogitsModel
+from genserve.engine.logits_model import ForwardBatch, LogitsModel
 from genserve.engine.scheduler import SchedulerOutput
 from genserve.sampling.logits_array import LogitsArray, TokenArray
 
@@ -34,7 +34,6 @@ class ModelRunner:
         self._state_source = np.zeros(num_seqs, dtype=np.int32) if kv_cache_manager.has_states else None
         self._state_target = np.zeros(num_seqs, dtype=np.int32) if kv_cache_manager.has_states else None
         self._counting = np.arange(max_num_batched_tokens + 1, dtype=np.int64)
-        self._adapters: Sequence[LogitsAdapter | None] | None = None
         # The table that was written into each row of the block table, and its `num_rewrites` and length then.
         self._tables: list[BlockTable | None] = [None] * num_seqs
         self._written = [(0, 0)] * num_seqs
@@ -55,8 +54,6 @@ class ModelRunner:
             states = [state for r in output.requests if (state := r.block_table.state) is not None]
             self._state_source[:num_seqs] = [state.slot for state in states]
             self._state_target[:num_seqs] = [state.target for state in states]
-        adapters = [request.adapter for request in output.requests]
-        self._adapters = adapters if any(adapters) else None
         if num_seqs == output.num_decodes and not output.num_drafted and not output.num_replayed:
             return self._model.forward(self._decodes(output)), (1,) * num_seqs
         batch, num_rows = self._mixed(output)
@@ -79,7 +76,7 @@ class ModelRunner:
         self._token_ids[:num_seqs] = [request.token_ids[-1] for request in output.requests]
         self._positions[:num_seqs] = self._num_computed[:num_seqs]
         self._starts[: num_seqs + 1] = self._counting[: num_seqs + 1]
-        return self._batch(num_seqs, num_seqs, self._counting[:num_seqs])
+        return self._batch(output, num_seqs, self._counting[:num_seqs])
 
     def _mixed(self, output: SchedulerOutput) -> tuple[ForwardBatch, list[int]]:
         """Return the batch of any other step, and how many rows of logits each request gets."""
@@ -103,9 +100,13 @@ class ModelRunner:
         self._token_ids[:num_tokens] = token_ids
         self._positions[:num_tokens] = positions
         self._starts[: num_seqs + 1] = starts
-        return self._batch(num_tokens, num_seqs, np.array(rows, dtype=np.int64)), num_rows
+        return self._batch(output, num_tokens, np.array(rows, dtype=np.int64)), num_rows
 
-    def _batch(self, num_tokens: int, num_seqs: int, logits_indices: TokenArray) -> ForwardBatch:
+    def _batch(
+        self, output: SchedulerOutput, num_tokens: int, logits_indices: TokenArray
+    ) -> ForwardBatch:
+        num_seqs = len(output.requests)
+        adapters = [request.adapter for request in output.requests]
         return ForwardBatch(
             token_ids=self._token_ids[:num_tokens],
             positions=self._positions[:num_tokens],
@@ -115,5 +116,5 @@ class ModelRunner:
             logits_indices=logits_indices,
             state_source=None if self._state_source is None else self._state_source[:num_seqs],
             state_target=None if self._state_target is None else self._state_target[:num_seqs],
-            adapters=self._adapters,
+            adapters=adapters if any(adapters) else None,
         )

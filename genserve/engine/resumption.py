@@ -35,7 +35,7 @@ class ResumedSequence(TokenSequence):
         No part of the answer up to there is delivered, the log-probabilities of the prompt included.
 
         Raises:
-                NotResumable: the tokens are not the beginning of an answer that continues.
+            NotResumable: the tokens are not the beginning of an answer that continues.
         """
         raise NotImplementedError
 

@@ -9,8 +9,8 @@ compete, the prompts of the key that was served least go first (`fair_share.py`)
 key limit them.
 
 When blocks run out, the youngest request of the lowest priority is preempted; so is a request whose slot is
-due to another key. Its blocks stay in the prefix
-cache until they are evicted; evicted tokens are computed again, in chunks like a prompt.
+due to another key. Its blocks stay in the prefix cache until they are evicted; evicted tokens are computed
+again, in chunks like a prompt.
 """
 
 from __future__ import annotations

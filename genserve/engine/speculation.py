@@ -32,6 +32,7 @@ _RECOVERY = 0.005
 _RECOVERY_OF_ALL = 0.0005
 
 _NGRAM_SIZES = (4, 3, 2)    # prompt lookup searches for that many last tokens, in this order
+_MAX_DRAFT_TOKENS = 5       # of one draft
 _CHUNK = 256                # tokens of a prompt that a draft model computes in one step, while sequences wait
 
 
@@ -80,10 +81,9 @@ class Speculation:
     sequences.
     """
 
-    def __init__(self, proposer: Proposer, *, num_tokens: int = 5) -> None:
-        """Start with the initial acceptance rates; a draft has at most `num_tokens`."""
+    def __init__(self, proposer: Proposer) -> None:
+        """Start with the initial acceptance rates."""
         self._proposer = proposer
-        self._num_tokens = num_tokens
         self._has_failed = False
         self._rates: dict[int, _AcceptanceRate] = {}    # kind of guess -> rate over all sequences
         self._sequences: dict[Request, _Drafting] = {}
@@ -102,7 +102,7 @@ class Speculation:
         if drafting is None:
             drafting = self._sequences[request] = _Drafting()
         try:
-            return self._draft(request, drafting, min(max_tokens, self._num_tokens), min_chance)
+            return self._draft(request, drafting, min(max_tokens, _MAX_DRAFT_TOKENS), min_chance)
         except Exception:
             logger.exception("drafting failed; speculation is off until the model is loaded again")
             self._has_failed = True

@@ -29,11 +29,11 @@ class TextEngine(Protocol):
 
     @property
     def num_accepted(self) -> int:
-        """Requests that have not ended."""
+        """Sequences and logits requests that have not ended, waiting ones included."""
 
     @property
     def num_running(self) -> int:
-        """Open requests that run; the other requests wait."""
+        """Sequences and logits requests that run; the others wait."""
 
     @property
     def num_preparing(self) -> int:

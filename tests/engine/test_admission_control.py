@@ -397,7 +397,7 @@ def test_a_free_place_rejects_no_request_and_all_counts_return_to_zero(
     while engine.waiting or engine.running:
         engine.step(1.0)
     admission = engine.admission
-    assert (admission.num_accepted, admission.num_tokens, admission.num_preparing) == (0, 0, 0)
+    assert (admission.num_accepted, admission.num_waiting_tokens, admission.num_preparing) == (0, 0, 0)
     admission.check(admission.capacity, num_tokens=99, priority=0, now_s=engine.now_s)
 
 
