@@ -124,7 +124,7 @@ def _runs(whole: Path, files: Sequence[Path], *, rounds: int) -> dict[str, list[
 
 
 def _stage_ms(staged: PipelineLogits, batch: ForwardBatch) -> list[float]:
-    first, last = staged._stages
+    first, last = staged.graphs
     hidden = first.memory.rows(len(batch.token_ids), first.width, first.dtype)
     logits = last.memory.rows(len(batch.logits_indices), last.width, last.dtype)
     return [

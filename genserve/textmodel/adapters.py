@@ -32,7 +32,7 @@ from genserve.files import file_sha256
 from genserve.generation_metrics import GenerationMetrics
 from genserve.kernels.low_rank import LowRankPart, PackedAdapter, pack_layer
 from genserve.textmodel.logits_runtime import LoadedLogits
-from genserve.textmodel.peft_adapter import CONFIG, WEIGHTS, PeftAdapter, merge_remedy
+from genserve.textmodel.peft_adapter import CONFIG, MERGE_REMEDY, WEIGHTS, PeftAdapter
 from genserve.textmodel.runtimes.adapter_targets import AdapterTarget, num_layers
 from genserve.textmodel.runtimes.onnx_logits import LogitsGraph, OnnxLogits
 from genserve.textmodel.runtimes.pipeline_logits import PipelineLogits
@@ -447,7 +447,7 @@ class Adapters:
         raise RepositoryError(
             f"the adapter changes {module!r}, which an adapter of a request to model {self._model!r} cannot; "
             f"it can change {', '.join(name.rpartition('.')[2] for name in modules)}",
-            remedy=merge_remedy(),
+            remedy=MERGE_REMEDY,
         )
 
     def graphs(self) -> Sequence[LogitsGraph]:
@@ -460,7 +460,7 @@ class Adapters:
         raise RepositoryError(
             f"model {self._model!r} has no layers that adapters of requests can change",
             remedy="export it with `genserve export` to ONNX, in another precision than fp16, and run it on "
-            f"the CPU; or {merge_remedy()}",
+            f"the CPU; or {MERGE_REMEDY}",
         )
 
     def _modules(self) -> Mapping[str, tuple[str, ...]]:
@@ -468,7 +468,7 @@ class Adapters:
         if family not in _MODULES:
             raise RepositoryError(
                 f"model {self._model!r} is of the family {family!r}, whose adapters a request cannot choose",
-                remedy=f"{merge_remedy()}; families that can are {', '.join(sorted(_MODULES))}",
+                remedy=f"{MERGE_REMEDY}; families that can are {', '.join(sorted(_MODULES))}",
             )
         return _MODULES[family]
 

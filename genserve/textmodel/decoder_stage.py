@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from genserve.backends.python.model_context import CONTEXT_GLOBAL, ModelContext
 from genserve.backends.python.model_package import ModelPackage
@@ -63,7 +64,9 @@ class Decoding:
     reasoning_format: str | None = None     # a name; None: the vocabulary shows it
 
 
-def load_decoding(path: Path, *, name: str, parameters: Mapping[str, str] | None = None) -> Decoding:
+def load_decoding(
+    path: Path, *, name: str, parameters: Mapping[str, str] = MappingProxyType({})
+) -> Decoding:
     """Return `TritonPythonModel().decode` of a decoder stage's model.py, and the model's plug-ins.
 
     A model without `decode` has the default loop. The file is imported like that of other Python models, and
@@ -89,9 +92,9 @@ def load_decoding(path: Path, *, name: str, parameters: Mapping[str, str] | None
         model = _model_of(package, path)
         plugins = plugins_of(model, path)
         tool_format = _declared_tool_format(model, path)
-        if named := _named(parameters or {}, "tool_format", TOOL_FORMATS, name):
+        if named := _named(parameters, "tool_format", TOOL_FORMATS, name):
             tool_format = tool_format or TOOL_FORMATS[named]
-        reasoning_format = _named(parameters or {}, "reasoning_format", REASONING_FORMATS, name)
+        reasoning_format = _named(parameters, "reasoning_format", REASONING_FORMATS, name)
         # A new callable, whose finalizer runs when the file's can no longer be called.
         own = _decode_of(model, path)
         decode: DecodeFunction = partial(own or sample_until_finished)

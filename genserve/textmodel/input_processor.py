@@ -18,7 +18,7 @@ from genserve.sampling.defaults import with_model_defaults
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.text.tokenizer import Tokenizer, TooManyTokens
 from genserve.textmodel.adapters import Adapters
-from genserve.textmodel.logits_runtime import LogitsFigures
+from genserve.textmodel.request_rules import check_token_ids
 from genserve.textmodel.sequence_builder import SequenceBuilder, prompt_field
 
 
@@ -32,7 +32,7 @@ class InputProcessor:
         tokenizer: Tokenizer,
         engine: TextEngine,
         builder: SequenceBuilder,
-        logits: LogitsFigures,
+        vocab_size: int,
         default_sampling_params: Mapping[str, Any],
         adapters: Adapters | None = None,
     ) -> None:
@@ -41,7 +41,7 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._engine = engine
         self._builder = builder
-        self._logits = logits
+        self._vocab_size = vocab_size
         self._defaults = default_sampling_params
         self._adapters = adapters
 
@@ -143,13 +143,7 @@ class InputProcessor:
                 max_tokens=max_tokens,
             )
             return self._encode_chat(encode, self._builder.tools.rendered(prompt))
-        for index, token_id in enumerate(prompt):
-            if not 0 <= token_id < self._logits.vocab_size:
-                field = f"prompt[{index}]"
-                raise InvalidRequest(
-                    f"{field} is {token_id}; the vocabulary has the ids 0 to {self._logits.vocab_size - 1}",
-                    field=field,
-                )
+        check_token_ids(prompt, vocab_size=self._vocab_size, field="prompt")
         return prompt
 
     def _encode_chat(self, encode: Callable[[Chat], list[int]], chat: Chat) -> list[int]:

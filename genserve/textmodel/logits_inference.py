@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -109,25 +108,23 @@ class LogitsInference:
 
 
 class _Rows:
-    """Collects the logits of the rows of one inference."""
+    """Collects the logits of the rows of one inference. Belongs to the engine's thread."""
 
     def __init__(self, inference: Inference, *, output: str) -> None:
         self._inference = inference
         self._output = output
-        self._lock = threading.Lock()
         self._logits: list[LogitsArray | None] = [None] * inference.batch_size
         self._num_missing = inference.batch_size
 
     def take(self, row: int, content: LogitsArray | GenserveError) -> None:
-        """Record the logits of a row, or its error; on the engine's thread."""
+        """Record the logits of a row, or its error."""
         if isinstance(content, GenserveError):
             self._inference.fail(content)
             return
-        with self._lock:
-            self._logits[row] = content
-            self._num_missing -= 1
-            if self._num_missing:
-                return
+        self._logits[row] = content
+        self._num_missing -= 1
+        if self._num_missing:
+            return
         rows = [logits for logits in self._logits if logits is not None]
         outputs = (Tensor(self._output, _stacked(rows)[:, None, :], data_type=DataType.FP32),)
         with suppress(Closed):  # the inference may have been cancelled while the step ran

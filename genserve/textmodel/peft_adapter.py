@@ -144,17 +144,13 @@ class PeftAdapter:
 
 
 MERGE_WITH_PEFT = "merge it with PEFT, and export the folder with the merged model"
+MERGE_REMEDY = "merge it into the model: `genserve export MODEL --adapter FOLDER`"
 _SAVE = f"give a folder of PEFT's save_pretrained, with {CONFIG} and {WEIGHTS}"
-
-
-def merge_remedy() -> str:
-    """Return what to do with an adapter that requests cannot name."""
-    return "merge it into the model: `genserve export MODEL --adapter FOLDER`"
 
 
 def _unsupported(folder: Path, what: str) -> RepositoryError:
     return RepositoryError(
-        f"the adapter in {folder} {what}, which a request cannot choose", remedy=merge_remedy()
+        f"the adapter in {folder} {what}, which a request cannot choose", remedy=MERGE_REMEDY
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from genserve.engine.kv_cache_manager import max_tokens_per_sequence
 from genserve.errors import ContextLengthExceeded, InvalidRequest
@@ -135,6 +136,16 @@ class ParamTokens:
         """Return the ids of a word at the beginning of a text, and after another word."""
         spelled = (self._tokenizer.encode(text, add_special_tokens=False) for text in (word, f" {word}"))
         return [ids for ids in spelled if ids and max(ids) < self._vocab_size]
+
+
+def check_token_ids(token_ids: Sequence[int], *, vocab_size: int, field: str) -> None:
+    """Raise InvalidRequest if an id is not in the vocabulary; its `field` is the place in `field`."""
+    for index, token_id in enumerate(token_ids):
+        if not 0 <= token_id < vocab_size:
+            place = f"{field}[{index}]"
+            raise InvalidRequest(
+                f"{place} is {token_id}; the vocabulary has the ids 0 to {vocab_size - 1}", field=place
+            )
 
 
 def beam_width(params: SamplingParams, *, num_choices: int) -> int:

@@ -28,6 +28,7 @@ from genserve.textmodel.decoder_stage import Decoding
 from genserve.textmodel.input_processor import InputProcessor
 from genserve.textmodel.logits_runtime import LogitsFigures
 from genserve.textmodel.receipts import described
+from genserve.textmodel.request_rules import check_token_ids
 from genserve.textmodel.sequence_builder import SequenceBuilder
 
 logger = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class TextModel:
             tokenizer=tokenizer,
             engine=engine,
             builder=builder,
-            logits=logits,
+            vocab_size=logits.vocab_size,
             default_sampling_params=default_sampling_params,
             adapters=adapters,
         )
@@ -300,11 +301,7 @@ class TextModel:
         Raises:
             InvalidRequest: an id is not in the vocabulary; `field` is its place.
         """
-        for index, token_id in enumerate(token_ids):
-            if not 0 <= token_id < self.vocab_size:
-                field = f"tokens[{index}]"
-                problem = f"is {token_id}; the vocabulary has the ids 0 to {self.vocab_size - 1}"
-                raise InvalidRequest(f"{field} {problem}", field=field)
+        check_token_ids(token_ids, vocab_size=self.vocab_size, field="tokens")
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     @property
@@ -316,12 +313,6 @@ class TextModel:
         """Whether the chat template reads a part of how the model is to reason."""
         template = self.tokenizer.chat_template
         return template is not None and bool(template.reasoning.values(reasoning))
-
-    @property
-    def template_variables(self) -> frozenset[str]:
-        """The variables of the chat template that a request may set."""
-        template = self.tokenizer.chat_template
-        return frozenset() if template is None else template.variables
 
     def drain(self, *, timeout_s: float) -> None:
         """Wait until every accepted request has ended, at most `timeout_s`; an adapter is unloaded before.

@@ -100,7 +100,6 @@ class ToolCalling:
             after_reasoning=may_reason,
         )
 
-
     def _frames(self, params: SamplingParams) -> bool:
         """Whether an answer of a required form is a message with a head."""
         alone = not (params.use_beam_search or params.output_parser)

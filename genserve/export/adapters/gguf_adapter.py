@@ -20,7 +20,7 @@ from genserve.export.gguf.architectures import GGUF_ARCHITECTURES
 from genserve.export.gguf.gguf_checkpoint import module_names, open_gguf
 from genserve.export.gguf.gguf_file import GgufFile, GgufTensor
 from genserve.sampling.logits_array import FloatArray
-from genserve.textmodel.peft_adapter import CONFIG, PREFIX, WEIGHTS, merge_remedy
+from genserve.textmodel.peft_adapter import CONFIG, MERGE_REMEDY, PREFIX, WEIGHTS
 
 _DOWN, _UP = ".lora_a", ".lora_b"
 _EMBEDDING = "token_embd.weight"
@@ -74,7 +74,7 @@ def convert_gguf_adapter(
     if adapter.replaced:
         raise ExportError(
             f"the adapter {path.name} replaces {next(iter(adapter.replaced))}, which a request cannot choose",
-            remedy=merge_remedy(),
+            remedy=MERGE_REMEDY,
         )
     tensors: dict[str, FloatArray] = {}
     ranks: dict[str, int] = {}

@@ -103,20 +103,20 @@ class PipelineLogits(CachedLogits):
                 the devices are of several kinds, or there is no room.
         """
         memories = memories or [HostMemory()] * len(paths)
-        self.graphs = self._stages = _opened(paths, memories, num_threads=num_threads)
-        self.metadata = self._stages[0].metadata
+        self.graphs = _opened(paths, memories, num_threads=num_threads)
+        self.metadata = self.graphs[0].metadata
         super().__init__(
             [
                 CachePart(memory=stage.memory, shapes=stage.token_shapes, states=stage.state_shapes)
-                for stage in self._stages
+                for stage in self.graphs
             ],
             path=paths[0],
             context_length=exported_context_length(self.metadata, paths[0]),
             **sizes,
         )
-        for stage in self._stages:
+        for stage in self.graphs:
             stage.bind_cache(self.cache)
-        self.vocab_size = self._stages[-1].width
+        self.vocab_size = self.graphs[-1].width
         self._workers = [
             ThreadPoolExecutor(1, thread_name_prefix=f"{path.stem}-stage") for path in paths[:-1]
         ]
@@ -154,7 +154,7 @@ class PipelineLogits(CachedLogits):
         """Run the whole batch in one stage after the other, and return the seconds of each."""
         times_s = [time.perf_counter()]
         hidden_states = None
-        for stage in self._stages[:-1]:
+        for stage in self.graphs[:-1]:
             hidden_states = _hidden_states(stage, batch, hidden_states)
             times_s.append(time.perf_counter())
         self._run_last(batch, slice(len(batch.logits_indices)), hidden_states)
@@ -168,7 +168,7 @@ class PipelineLogits(CachedLogits):
         try:
             for part, _ in parts:
                 before = None
-                for stage, worker in zip(self._stages[:-1], self._workers, strict=True):
+                for stage, worker in zip(self.graphs[:-1], self._workers, strict=True):
                     before = worker.submit(_hidden_states, stage, part, before)
                     started.append(before)
                 inputs.append(started[-1])
@@ -181,11 +181,11 @@ class PipelineLogits(CachedLogits):
 
     def _run_last(self, part: ForwardBatch, rows: slice, hidden_states: Any) -> None:
         wanted = self._logits[rows]
-        self._stages[-1].run(part, wanted if len(wanted) else self._logits[-1:], hidden_states=hidden_states)
+        self.graphs[-1].run(part, wanted if len(wanted) else self._logits[-1:], hidden_states=hidden_states)
 
     def _rows(self, num_rows: int) -> Any:
         """Return a buffer for logits, whose last row is for micro-batches without wanted logits."""
-        stage = self._stages[-1]
+        stage = self.graphs[-1]
         return stage.memory.rows(num_rows + 1, stage.width, stage.dtype)
 
     def _measured_costs(self, paths: Sequence[Path]) -> tuple[StageCost, ...]:
@@ -203,7 +203,7 @@ class PipelineLogits(CachedLogits):
             times_s[num_tokens] = self._run_in_turn(batch)
         costs = []
         for path, stage, one_s, several_s in zip(
-            paths, self._stages, times_s[1], times_s[several], strict=True
+            paths, self.graphs, times_s[1], times_s[several], strict=True
         ):
             token_s = max(0.0, several_s - one_s) / max(1, several - 1)
             costs.append(StageCost(run_s=max(0.0, one_s - token_s), token_s=token_s))

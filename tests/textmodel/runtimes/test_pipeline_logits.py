@@ -194,7 +194,7 @@ def test_an_error_of_a_stage_ends_the_sequences_of_the_step(staged):
     for sequence in sequences:
         engine.add(sequence)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staged._stages[0], "run", fail)
+        patch.setattr(staged.graphs[0], "run", fail)
         result = engine.step()
     assert result is not None
     assert set(result.failed) == set(sequences)
