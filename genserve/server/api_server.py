@@ -316,7 +316,8 @@ class Server(HttpServer):
         started_s = time.monotonic()
         try:
             await start_daemon(lambda: repository.start(_models_to_load(settings)), name="load")
-            _check_started(settings, repository)
+            if settings.exit_on_error and repository.errors:
+                raise next(iter(repository.errors.values()))
         except Exception as error:
             self._fail(error)
             return
@@ -357,18 +358,9 @@ def _open_metrics_port(services: Services, *, host: str, tls: TlsFiles | None) -
 
 def _models_to_load(settings: ServerSettings) -> tuple[str, ...] | None:
     """Return the names of the models to load at the start; None: all."""
-    if settings.load_model == ("*",):
+    if not settings.load_model and settings.model_control_mode not in ("explicit", "on-demand"):
         return None
-    if settings.load_model or settings.model_control_mode in ("explicit", "on-demand"):
-        return settings.load_model
-    return None
-
-
-def _check_started(settings: ServerSettings, repository: Repository) -> None:
-    """Raise the error of a model that failed to load, if it ends the server."""
-    for error in repository.errors.values():
-        if settings.exit_on_error:
-            raise error
+    return None if settings.load_model == ("*",) else settings.load_model
 
 
 def _log_listening(info: ServerInfo) -> None:

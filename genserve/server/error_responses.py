@@ -7,7 +7,8 @@ import logging
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
@@ -304,6 +305,15 @@ def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
     changed = copy(error)
     changed.message, changed.field = message, own
     return changed
+
+
+@contextmanager
+def named_as(names: Callable[[], Mapping[str, str]]) -> Iterator[None]:
+    """Have an InvalidRequest that is raised within name its field as a dialect does; see `renamed`."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise renamed(error, names()) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,6 +160,11 @@ class Services:
         state = await self.readiness.state()
         return state == ModelState.READY if self.settings.strict_readiness else state != ModelState.LOADING
 
+    def check_running(self) -> None:
+        """Raise ModelNotReady if the server is stopping."""
+        if self.draining:
+            raise ModelNotReady("the server is stopping", remedy="try again on another server")
+
     async def text_model(
         self, name: str | None = None, *, keep_alive_s: float | None = None
     ) -> TextModel:
@@ -213,8 +218,7 @@ class Services:
         on_demand, request = self.repository.on_demand, CURRENT_REQUEST.get()
         if on_demand is None or request is None or not await self._knows(name):
             return
-        if self.draining:   # which waits for no load
-            raise ModelNotReady("the server is stopping", remedy="try again on another server")
+        self.check_running()    # a server that stops waits for no load
         if name in request.uses:    # a second use might wait for a load that waits for the end of the first
             return
         request.model = request.model or name

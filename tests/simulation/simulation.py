@@ -17,7 +17,7 @@ from genserve.repository.model_versions import ModelState
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
 from genserve.server.kserve.running_inference import ResponseDispatcher
-from genserve.server.services import RunningAnswers
+from genserve.server.services import RunningAnswers, Services
 from tests.simulation.simulated_repository import Factory, Folders, models_in_memory
 from tests.simulation.virtual_event_loop import VirtualEventLoop
 from tests.simulation.virtual_threads import Stuck, VirtualThread, VirtualThreads, virtual_threads
@@ -54,6 +54,7 @@ class Simulation:
     factory: Factory
     sink: EventLoopSink
     options: dict[str, Any]
+    check_running = Services.check_running
     pinned: Sequence[str] | None = None  # the models that are loaded at the start; None: all
     within_s: float  # in which the requests arrive
 

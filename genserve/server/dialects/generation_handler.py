@@ -22,11 +22,11 @@ from genserve.completion import Delta
 from genserve.engine.delta_streams import AsyncDeltaStream, EventLoopSink, close_when_open
 from genserve.engine.generation_request import GenerationRequest
 from genserve.engine.input_queue import Reservation
-from genserve.errors import Closed, InvalidRequest, ModelNotReady
+from genserve.errors import Closed, InvalidRequest
 from genserve.prompt import Chat, Prompt, Reasoning
 from genserve.request_context import CURRENT_REQUEST, NO_KEY, RequestContext
 from genserve.sampling.sampling_params import SamplingParams
-from genserve.server.error_responses import renamed
+from genserve.server.error_responses import named_as, renamed
 from genserve.server.http.offload import answer_cost, offload_if_large
 from genserve.server.http.request_body import json_cost
 from genserve.server.http.sse_response import (
@@ -175,8 +175,9 @@ async def handle_generation(
     prompts, params = await offload_if_large(json_cost(request), _read_body, body)
     _log_request(body.model_name, prompts)      # a model that does not exist has a span, too
 
-    async def generated(_model: TextModel) -> Response:
-        return await _generated(
+
+    def generated(_model: TextModel) -> Awaitable[Response]:
+        return _generated(
             body,
             services,
             request,
@@ -187,13 +188,8 @@ async def handle_generation(
             stream_response=stream_response,
         )
 
-    return await answer_when_loaded(
-        services,
-        request,
-        body.model_name,
-        generated,
-        streams=stream_response if body.stream else None,
-    )
+    streams = stream_response if body.stream else None
+    return await answer_when_loaded(services, request, body.model_name, generated, streams=streams)
 
 
 def _log_request(model_name: str | None, prompts: Sequence[Prompt]) -> RequestContext:
@@ -299,25 +295,15 @@ def _clamped(body: GenerationBody, params: SamplingParams, submitted: SubmittedR
 def _read_body(body: GenerationBody) -> tuple[Sequence[Prompt], SamplingParams]:
     """Return the prompts and parameters of a body; raises InvalidRequest, with the dialect's field names."""
     body.check()
-    try:
+    with named_as(body.names):
         return body.prompts(), body.params()
-    except InvalidRequest as error:
-        raise renamed(error, body.names()) from None
-
-
-def read_params(read: Callable[[], SamplingParams], names: Callable[[], Mapping[str, str]]) -> SamplingParams:
-    """Return the parameters that `read` returns; its InvalidRequest gets the field names of `names`."""
-    try:
-        return read()
-    except InvalidRequest as error:
-        raise renamed(error, names()) from None
 
 
 async def _submit(
     body: GenerationBody, services: Services, prompts: Sequence[Prompt], params: SamplingParams
 ) -> SubmittedRequest:
     """Submit a request; raises the errors of `submit`, with the dialect's field names."""
-    try:
+    with named_as(body.names):
         return await submit(
             services,
             body.model_name,
@@ -326,8 +312,6 @@ async def _submit(
             num_choices=body.num_choices,
             return_progress=bool(body.stream and body.return_progress),
         )
-    except InvalidRequest as error:
-        raise renamed(error, body.names()) from None
 
 
 async def _read_all(submitting: Awaitable[SubmittedRequest]) -> tuple[SubmittedRequest, list[Delta]]:
@@ -357,8 +341,7 @@ async def submit(
             `TextModel.prepare_choices`. With several prompts, `field` names the prompt.
         GenserveError: see `ServedModels.text_model`, `TextEngine.reserve`, `TextEngine.submit`.
     """
-    if services.draining:
-        raise ModelNotReady("the server is stopping", remedy="try again on another server")
+    services.check_running()
     logged = _log_request(model_name, prompts)
     model = services.repository.text_model(model_name)
     logged.model = model.name

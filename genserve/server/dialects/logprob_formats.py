@@ -31,7 +31,7 @@ class NamedToken:
     """One token that is possible at a place, with its log-probability."""
 
     name: str                   # its text, or `token_id:` and its id
-    spelled: bytes              # its own ones, maybe a part of a character; empty: it adds none
+    spelled: bytes              # its bytes, maybe those of a part of a character; empty: it adds none
     logprob: float | None       # natural log; None: the first token, or unknown
 
     def as_dict(self, *, unknown: float | None = None) -> dict[str, Any]:

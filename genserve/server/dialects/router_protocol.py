@@ -14,12 +14,11 @@ from uuid import uuid4
 
 from fastapi.responses import Response
 
-from genserve.errors import InvalidRequest
 from genserve.server.access.access_control import INFERENCE, METADATA
 from genserve.server.dialects.generation_handler import AnswerResponse
 from genserve.server.dialects.openai.chat_body import ChatBody
 from genserve.server.dialects.openai.completions import CompletionBody
-from genserve.server.error_responses import OPENAI_ERRORS, renamed
+from genserve.server.error_responses import OPENAI_ERRORS, named_as
 from genserve.server.route import Router, rules
 from genserve.server.services import Services, SharedServices
 from genserve.textmodel.text_model import TextModel
@@ -89,13 +88,11 @@ async def _render(
 ) -> list[dict[str, Any]]:
     body.check()
     model = await services.text_model(body.model_name)
-    try:
+    with named_as(body.names):
         params, prompts = body.params(), body.prompts()     # validated, since the request is generated next
         encode = partial(model.encode, add_special_tokens=params.add_special_tokens)
         future = model.run_soon(lambda: [*map(encode, prompts)], compiles=False)
         token_ids = await asyncio.wrap_future(future)
-    except InvalidRequest as error:
-        raise renamed(error, body.names()) from None
     return [
         {
             "request_id": f"{id_prefix}-{uuid4().hex}",

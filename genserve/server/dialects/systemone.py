@@ -23,7 +23,7 @@ from genserve.completion import TopTokens
 from genserve.engine.delta_streams import close_when_open
 from genserve.engine.generation_request import AnswerRecord, GenerationRequest
 from genserve.engine.input_queue import Reservation
-from genserve.errors import Closed, InvalidRequest, ModelNotReady, require
+from genserve.errors import Closed, InvalidRequest, require
 from genserve.prompt import inside
 from genserve.request_context import CURRENT_REQUEST, current_share
 from genserve.sampling.sampling_params import SamplingParams
@@ -166,8 +166,7 @@ async def _read(
         InvalidRequest: a question does not fit the model; `field` names it.
         GenserveError: see `generation_handler.submit`.
     """
-    if services.draining:
-        raise ModelNotReady("the server is stopping", remedy="try again on another server")
+    services.check_running()
     model = services.repository.text_model(body.model)
     if logged := CURRENT_REQUEST.get():
         logged.model, logged.operation = model.name, "chat"

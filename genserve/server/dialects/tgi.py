@@ -52,8 +52,6 @@ from genserve.version import __version__
 
 router = Router(tag="TGI", errors=TGI_ERRORS)
 
-# TGI has no word for a text that was stopped because it repeats itself.
-
 _NO_TOKEN: Mapping[str, Any] = {"id": 0, "text": "", "logprob": None, "special": True}
 
 
@@ -399,7 +397,6 @@ def _details(
 ) -> dict[str, Any]:
     parameters, choice = body.parameters, deltas[0].choice
     tokenizer = submitted.model.tokenizer
-    top_tokens = _top_tokens(submitted)
     scored_prompt = []
     if parameters.decoder_input_details:
         scored_prompt = tgi_prefill(tokenizer, submitted.prompts[0], completion.prompt_logprobs)
@@ -414,6 +411,7 @@ def _details(
         **requested_fields(submitted, [completion.usage]),
     }
     if parameters.top_n_tokens:
+        top_tokens = _top_tokens(submitted)
         details["top_tokens"] = [top for delta in deltas for top in top_tokens.read(delta)]
     return details
 

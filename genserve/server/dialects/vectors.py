@@ -141,8 +141,7 @@ async def encode(
         ModelNotReady: the server is stopping.
         GenserveError: a step fails.
     """
-    if services.draining:
-        raise ModelNotReady("the server is stopping", remedy="try again on another server")
+    services.check_running()
     if not 0 < len(texts) <= MAX_TEXTS:
         remedy = f"send from 1 to {MAX_TEXTS:,}"
         raise InvalidRequest(f"{field} has {len(texts):,} texts", field=field, remedy=remedy)

@@ -88,12 +88,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._handover = handover
         self._is_surplus = False
         self.reading = _NOTHING
-        self.num_requests = 0                      # that have begun
+        self.num_requests = 0                       # that have begun
         self._num_hosts = 0                         # Host headers of the current one
         self._is_chunked = False
         self._data_bytes = 0                        # that are being parsed
         self._unparsed_bytes = 0                    # the bytes of a head that is not complete
-        self.body_bytes = self._num_chunks = 0     # what the current request has sent so far
+        self.body_bytes = self._num_chunks = 0      # what the current request has sent so far
         self._max_body_bytes = math.inf             # set when the rest is not needed
         self._ended = False                         # what arrives from now on is dropped
         self._lingering_since_s: float | None = None
@@ -120,7 +120,8 @@ class HttpProtocol(HttpToolsProtocol):
             self.fail(_malformed(error))
         else:
             if self.reading == _BODY:
-                self._receive_body()
+                if self.body_bytes > self._max_body_bytes:      # of a body whose answer has ended
+                    self._linger()
             elif is_in_head and self.reading == _HEAD and request == self.num_requests:
                 # The parser keeps an unfinished header field to itself.
                 self._unparsed_bytes += len(data)
@@ -139,11 +140,6 @@ class HttpProtocol(HttpToolsProtocol):
         head = _head_without_upgrade(method, self.url, self.headers)
         self.parser = httptools.HttpRequestParser(self)
         self.data_received(head + rest)
-
-    def _receive_body(self) -> None:
-        """Take a part of a body that is not complete; its answer may end before it does."""
-        if self.body_bytes > self._max_body_bytes:
-            self._linger()
 
     # What the parser calls.
 

@@ -34,11 +34,10 @@ from genserve.server.dialects.generation_handler import (
     SubmittedRequest,
     answer_when_loaded,
     handle_generation,
-    read_params,
 )
 from genserve.server.dialects.logprob_formats import NamedToken, content_scores
 from genserve.server.dialects.timings import prompt_progress, requested_fields, timings_fields
-from genserve.server.error_responses import ErrorFormat, full_message, http_status
+from genserve.server.error_responses import ErrorFormat, full_message, http_status, named_as
 from genserve.server.http.sse_response import PING, EventStream, Frames, documented
 from genserve.server.route import Router, rules
 from genserve.server.services import Services, SharedServices
@@ -124,7 +123,8 @@ async def _handle(
 
     if services.repository.on_demand is not None:   # an invalid request loads nothing
         body.check()
-        read_params(body.generation_config.params, body.names)
+        with named_as(body.names):
+            body.generation_config.params()
     ping = b"\n" if streams is _ArrayStream else PING
     return await answer_when_loaded(services, request, name, answer, streams=streams, ping=lambda: ping)
 

@@ -46,7 +46,6 @@ from genserve.server.dialects.generation_handler import (
     SubmittedRequest,
     answer_when_loaded,
     handle_generation,
-    read_params,
 )
 from genserve.server.dialects.logprob_formats import (
     UNKNOWN_LOGPROB,
@@ -61,7 +60,7 @@ from genserve.server.dialects.ollama.body import (
     keep_alive_seconds,
 )
 from genserve.server.dialects.timings import prompt_progress, requested_fields
-from genserve.server.error_responses import ErrorFormat, full_message, http_status, kserve_status
+from genserve.server.error_responses import ErrorFormat, full_message, http_status, kserve_status, named_as
 from genserve.server.http.request_body import TolerantBody
 from genserve.server.http.sse_response import EventStream, Frames, documented
 from genserve.server.route import Router, rules
@@ -463,7 +462,8 @@ async def _handle(body: OllamaBody, services: Services, request: Request) -> Res
     name, keep_alive_s = _known(services, body.model), keep_alive_seconds(body.keep_alive)
     on_demand = services.repository.on_demand
     if on_demand is not None:
-        read_params(body.params, body.names)    # an invalid request loads nothing
+        with named_as(body.names):
+            body.params()       # an invalid request loads nothing
         if body.is_empty and keep_alive_s == 0:
             leaving = name or services.repository.only_text_model_name()
             if leaving not in services.repository.lifecycle.entries:
@@ -483,7 +483,8 @@ async def _handle(body: OllamaBody, services: Services, request: Request) -> Res
                 stream_response=_LineStream,
             )
         generation.check()
-        read_params(body.params, body.names)    # the options of a load request are validated, too
+        with named_as(body.names):
+            body.params()       # the options of a load request are validated, too
         return _without_text(body, model.name, reason="load")
 
     try:
