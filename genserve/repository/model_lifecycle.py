@@ -180,7 +180,7 @@ class ModelLifecycle:
         """Begin to unload a model, and with `dependents` the models of its steps that nothing else needs."""
         if name not in self._models and not self._table.of(name):
             return      # nothing is kept of the names that clients invent
-        steps = {step for served in self._table.of(name) for step in _steps(served)}
+        steps = {step for served in self._table.of(name) for step in needed_names(served.config)}
         model = self._model(name)
         model.is_requested = model.waits_for_steps = False
         model.override = model.upload = None
@@ -201,7 +201,7 @@ class ModelLifecycle:
 
     def _unload_unneeded(self, steps: Iterable[str]) -> None:
         """Unload the models of steps that were not loaded for their own sake, and that no ensemble needs."""
-        needed = {step for served in self._table.served for step in _steps(served)}
+        needed = {step for served in self._table.served for step in needed_names(served.config)}
         for step in steps:
             if step not in needed and not self._model(step).is_requested:
                 self._unload(step)
@@ -275,12 +275,12 @@ class ModelLifecycle:
         with self._following:
             for name in self._table.outdated_adapters():
                 self._model(name).waits_for_steps = True
-            while torn := self._table.torn_ensembles():
-                for name in torn:
+            while incomplete := self._table.incomplete_ensembles():
+                for name in incomplete:
                     self._model(name).waits_for_steps = True
                     self._unload(name)
-            while whole := [entry for entry in self._waiting() if self._has_steps(entry)]:
-                for entry in whole:
+            while complete := [entry for entry in self._waiting() if self._has_steps(entry)]:
+                for entry in complete:
                     model = self._model(entry.name)
                     model.waits_for_steps = False
                     is_override = model.override is not None
@@ -536,7 +536,3 @@ def _runs_in_engine(name: str) -> InferenceError:
         status=Status.UNSUPPORTED,
         remedy="change its files in the repository, or its config so that its three stages remain",
     )
-
-
-def _steps(served: ModelVersion) -> tuple[str, ...]:
-    return needed_names(served.config)

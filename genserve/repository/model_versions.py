@@ -377,14 +377,14 @@ class ModelTable:
         steps = config.ensemble_steps if config else ()
         return all(self.get(step.model_name, step.model_version) for step in steps)
 
-    def torn_ensembles(self) -> list[str]:
+    def incomplete_ensembles(self) -> list[str]:
         """Return the names of the ensembles that answer, but whose steps do not all; not of text models.
 
         Adapters whose bases do not answer are among them.
         """
         alone = [served for served in self.served if served.text_model is None]
-        torn = [served.name for served in alone if not self.has_steps(served.config)]
-        return [*torn, *(adapter.name for adapter, base in self._adapters() if base is None)]
+        incomplete = [served.name for served in alone if not self.has_steps(served.config)]
+        return [*incomplete, *(adapter.name for adapter, base in self._adapters() if base is None)]
 
     def outdated_adapters(self) -> list[str]:
         """Return the names of the adapters whose base has been replaced by the one that answers."""

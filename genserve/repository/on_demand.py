@@ -125,6 +125,7 @@ class OnDemandModels:
     Attributes:
         budget_bytes: the memory that all models together may take; None: any.
         num_unloads: how many models were unloaded, by the reason: `idle`, `memory` or `request`.
+        num_failed_loads: how many loads have failed.
         load_s: how long loads took, in seconds.
     """
 
@@ -194,8 +195,7 @@ class OnDemandModels:
         if self._closing:
             future.set_exception(stopping())
             return
-        known = [*([self._loading] if self._loading else []), *self._queue]
-        load = next((load for load in known if load.name == name), None)
+        load = next((load for load in self._loads() if load.name == name), None)
         if load is None:
             load = _Load(name=name)
             self._queue.append(load)
@@ -276,8 +276,11 @@ class OnDemandModels:
     def num_waiting(self) -> int:
         """Requests that wait for a load."""
         with self._changed:
-            loads = [*self._queue, *([self._loading] if self._loading else [])]
-            return sum(not future.done() for load in loads for future, _ in load.waiting)
+            return sum(not future.done() for load in self._loads() for future, _ in load.waiting)
+
+    def _loads(self) -> list[_Load]:
+        """Return the load that runs, and those that wait for it."""
+        return [*([self._loading] if self._loading else []), *self._queue]
 
     def close(self) -> None:
         """Load and unload nothing more, and fail the requests that wait; blocks until a running load ends."""

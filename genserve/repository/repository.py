@@ -140,8 +140,8 @@ class Repository(ServedModels):
             GenserveError: it cannot be loaded, or is none.
         """
         self.start([name])
-        for error in self.errors.values():
-            raise error
+        if self.errors:
+            raise next(iter(self.errors.values()))
         return self.text_model(name)
 
     def _submit_once_loaded(self, inference: Inference) -> bool:
