@@ -20,7 +20,7 @@ from genserve.errors import GenserveError
 from genserve.files import file_sha256
 from genserve.kernels.build import LIBRARIES, SOURCES, library_name
 
-__all__ = ["build_sha256", "instruction_set", "library_path", "sources_sha256"]
+__all__ = ["build_sha256", "instruction_set", "library", "library_path", "sources_sha256"]
 
 # The instruction sets, from the most to the least preferred.
 INSTRUCTION_SETS = ("amx", "avx512vnni", "avxvnni", "avx2", "neon", "portable")
@@ -41,6 +41,15 @@ def library_path() -> Path:
             is not an instruction set that runs here.
     """
     return _path_of(instruction_set())
+
+
+def library() -> ctypes.CDLL:
+    """Return the library of `library_path`, loaded, with the types of the functions that Python calls.
+
+    Raises:
+        GenserveError: the same as in `library_path`.
+    """
+    return _loaded(instruction_set())
 
 
 @functools.cache
@@ -78,7 +87,7 @@ def _choose(wanted: str) -> str:
     if "portable" not in built:
         msg = f"genserve's kernels are not built for {sys.platform} on {platform.machine()}"
         raise GenserveError(msg, remedy=REBUILD)
-    usable = [name for name in built if _portable().genserve_cpu_supports(name.encode())]
+    usable = [name for name in built if _loaded("portable").genserve_cpu_supports(name.encode())]
     if not wanted:
         return usable[0]
     if wanted in usable:
@@ -98,9 +107,17 @@ def _path_of(name: str) -> Path:
 
 
 @functools.cache
-def _portable() -> ctypes.CDLL:
-    """Load the library that runs on any processor of this architecture."""
+def _loaded(name: str) -> ctypes.CDLL:
+    """Load the library of an instruction set; "portable" runs on any processor of this architecture."""
+    pointer, size = ctypes.c_void_p, ctypes.c_int64
     try:
-        return ctypes.CDLL(str(_path_of("portable")))
-    except OSError as error:  # the library was built for another machine, or is incomplete
+        loaded = ctypes.CDLL(str(_path_of(name)))
+        loaded.genserve_scan_logits.argtypes = (pointer, size, size, size, pointer, pointer, pointer, pointer)
+        loaded.genserve_sample_logits.argtypes = (pointer, size, size, pointer, pointer)
+        loaded.genserve_name_digest.restype = ctypes.c_uint64
+        loaded.genserve_name_digest.argtypes = (ctypes.c_char_p,)
+        loaded.genserve_use_adapters.restype = None
+        loaded.genserve_use_adapters.argtypes = (pointer,)
+    except (OSError, AttributeError) as error:  # built for another machine or version, or incomplete
         raise GenserveError(f"genserve's kernels cannot be loaded: {error}", remedy=REBUILD) from error
+    return loaded

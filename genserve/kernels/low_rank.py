@@ -7,7 +7,6 @@ that have it.
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.kernels import library_path
+from genserve.kernels import library
 from genserve.kernels.packing import PANEL
 
 _LANES = 16
@@ -201,7 +200,7 @@ class LayerNames:
 
     def __init__(self, names: Sequence[str]) -> None:
         """Sort the names by the digests by which the operators find them."""
-        digest = _library().genserve_name_digest
+        digest = library().genserve_name_digest
         digests = {name: digest(name.encode()) for name in names}
         self.names = sorted(names, key=digests.__getitem__)
         self._digests = np.array([digests[name] for name in self.names], np.uint64)
@@ -239,12 +238,12 @@ class LayerNames:
             ctypes.addressof(tables),
             (_AdapterRows * 2)(*described),
         )
-        library = _library()
-        library.genserve_use_adapters(ctypes.addressof(call))
+        use_adapters = library().genserve_use_adapters
+        use_adapters(ctypes.addressof(call))
         try:
             yield
         finally:
-            library.genserve_use_adapters(None)
+            use_adapters(None)
 
 
 def _divide_by_largest(values: NDArray[np.float32], *, axis: int | tuple[int, ...]) -> NDArray[np.float32]:
@@ -263,17 +262,3 @@ def _in_int8(values: NDArray[np.float32]) -> NDArray[np.uint8]:
 
 def _padded(values: NDArray[np.int64], multiple: int, *, fill: int) -> NDArray[np.int64]:
     return np.pad(values, (0, -len(values) % multiple), constant_values=fill)
-
-
-@functools.cache
-def _library() -> ctypes.CDLL:
-    return with_types(ctypes.CDLL(str(library_path())))
-
-
-def with_types(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Return a library of the kernels with the types of its functions for adapters."""
-    library.genserve_name_digest.restype = ctypes.c_uint64
-    library.genserve_name_digest.argtypes = [ctypes.c_char_p]
-    library.genserve_use_adapters.restype = None
-    library.genserve_use_adapters.argtypes = [ctypes.c_void_p]
-    return library

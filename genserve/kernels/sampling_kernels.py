@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.kernels import instruction_set, library_path
+from genserve.kernels import library
 
 # How to sample one row. The draw inverts `uniform`, a number in [0, 1). top_p 1, top_k 0 and log_min_p -inf
 # keep all tokens; temperature 0 picks the best token.
@@ -58,7 +56,7 @@ def scan_logits(logits: NDArray[np.float32], *, top_k: int = 0, log_sum_exp: boo
     )
     sums = scan.log_sum_exp.ctypes.data if log_sum_exp else None
     arrays = (scan.token_ids.ctypes.data, scan.best.ctypes.data, scan.top_ids.ctypes.data, sums)
-    if not _library(instruction_set()).genserve_scan_logits(logits.ctypes.data, rows, size, top_k, *arrays):
+    if not library().genserve_scan_logits(logits.ctypes.data, rows, size, top_k, *arrays):
         raise MemoryError
     return scan
 
@@ -83,7 +81,7 @@ def sample_logits(logits: NDArray[np.float32], rules: NDArray[np.void]) -> NDArr
         raise ValueError(msg)
     sampled = np.empty(rows, SAMPLED_ROW)
     arrays = (rules.ctypes.data, sampled.ctypes.data)
-    if not _library(instruction_set()).genserve_sample_logits(logits.ctypes.data, rows, size, *arrays):
+    if not library().genserve_sample_logits(logits.ctypes.data, rows, size, *arrays):
         raise MemoryError
     return sampled
 
@@ -92,12 +90,3 @@ def _check_layout(logits: NDArray[np.float32]) -> None:
     if logits.ndim != 2 or logits.dtype != np.float32 or not logits.flags.c_contiguous:
         msg = f"logits are {logits.dtype} {logits.shape}, not contiguous float32 [R, V]"
         raise ValueError(msg)
-
-
-@functools.cache
-def _library(_instruction_set: str) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(library_path()))
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
-    library.genserve_scan_logits.argtypes = (pointer, size, size, size, pointer, pointer, pointer, pointer)
-    library.genserve_sample_logits.argtypes = (pointer, size, size, pointer, pointer)
-    return library

@@ -116,7 +116,7 @@ def test_the_error_for_a_broken_library_has_a_remedy(tmp_path: Path, monkeypatch
     (tmp_path / kernels.library_path().with_stem("libgenserve_portable").name).write_bytes(b"\x7fELF")
     monkeypatch.setattr(kernels, "LIBRARIES", tmp_path)
     kernels._choose.cache_clear()
-    kernels._portable.cache_clear()
+    kernels._loaded.cache_clear()
     with pytest.raises(GenserveError, match=r"kernels cannot be loaded: .* \(install a wheel of genserve"):
         kernels.library_path()
     kernels._choose.cache_clear()

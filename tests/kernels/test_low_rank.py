@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from genserve import kernels
 from genserve.kernels import low_rank
 from genserve.kernels.low_rank import LayerNames, LinearShape, LowRankPart, pack_layer
-from tests.kernels.c_types import instruction_sets, library
+from tests.kernels.c_types import instruction_sets
 from tests.kernels.linear_calls import (
     ALL_FORMATS,
     FORMATS,
@@ -66,8 +67,8 @@ def adapted(
     threads: int = 1,
 ) -> Array:
     """What the operator computes for rows with the adapters of these indices; -1: none."""
-    bound = low_rank.with_types(library(isa))
-    with mock.patch.object(low_rank, "_library", return_value=bound):
+    loaded = kernels._loaded(isa or kernels.instruction_set())
+    with mock.patch.object(low_rank, "library", return_value=loaded):
         names = LayerNames([_LAYER])
         packed = [
             names.packed({_LAYER: pack_layer(shape_of(layer), parts)} if parts else {}) for parts in adapters
