@@ -156,6 +156,7 @@ async def handle_generation(
     frames: Callable[[SubmittedRequest, _Body], Frames],
     answer: Callable[[SubmittedRequest, _Body, list[Delta]], Response],
     stream_response: type[EventStream] = EventStream,
+    ping: bytes = PING,
 ) -> Response:
     """Answer a request: with `frames` as the deltas come, or with one `answer` of all deltas.
 
@@ -166,6 +167,7 @@ async def handle_generation(
         frames: makes the frames of a stream.
         answer: makes the whole answer, on a thread if it is long.
         stream_response: sends the frames.
+        ping: a sign of life while the model loads.
 
     Raises:
         InvalidRequest: with the dialect's field names; see `GenerationBody`, `submit`.
@@ -174,7 +176,6 @@ async def handle_generation(
     """
     prompts, params = await offload_if_large(json_cost(request), _read_body, body)
     _log_request(body.model_name, prompts)      # a model that does not exist has a span, too
-
 
     def generated(_model: TextModel) -> Awaitable[Response]:
         return _generated(
@@ -189,7 +190,9 @@ async def handle_generation(
         )
 
     streams = stream_response if body.stream else None
-    return await answer_when_loaded(services, request, body.model_name, generated, streams=streams)
+    return await answer_when_loaded(
+        services, request, body.model_name, generated, streams=streams, ping=lambda: ping
+    )
 
 
 def _log_request(model_name: str | None, prompts: Sequence[Prompt]) -> RequestContext:

@@ -31,7 +31,6 @@ from genserve.server.dialects.anthropic.messages_body import MessagesBody, Promp
 from genserve.server.dialects.generation_handler import (
     AnswerResponse,
     SubmittedRequest,
-    answer_when_loaded,
     handle_generation,
 )
 from genserve.server.dialects.timings import prompt_progress, requested_fields, timings_fields
@@ -40,7 +39,6 @@ from genserve.server.http.sse_response import EventStream, Frames, documented, e
 from genserve.server.route import Router, rules
 from genserve.server.services import SharedServices
 from genserve.text.message_parser import MessageParser, arguments_so_far, parsed_message, read_delta
-from genserve.textmodel.text_model import TextModel
 
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -89,20 +87,14 @@ router = Router(prefix="/v1/messages", tag="Anthropic", errors=ErrorFormat(anthr
 @rules(INFERENCE, rejects_early=True)
 async def messages(body: MessagesBody, services: SharedServices, request: Request) -> Response:
     """Answer a chat, whole or as server-sent events."""
-
-    async def answer(model: TextModel) -> Response:
-        return await handle_generation(
-            _MessagesRequest(body=body, model=model),
-            services,
-            request,
-            frames=_MessageFrames,
-            answer=_answer,
-            stream_response=_MessageStream,
-        )
-
-    streams = _MessageStream if body.stream else None
-    response = await answer_when_loaded(
-        services, request, body.model, answer, streams=streams, ping=lambda: _PING
+    response = await handle_generation(
+        _MessagesRequest(body),
+        services,
+        request,
+        frames=_MessageFrames,
+        answer=_answer,
+        stream_response=_MessageStream,
+        ping=_PING,
     )
     if logged := CURRENT_REQUEST.get():
         response.headers["request-id"] = logged.id      # Anthropic's name of it
@@ -118,12 +110,11 @@ async def count_tokens(body: PromptFields, services: SharedServices) -> dict[str
     return {"input_tokens": await asyncio.wrap_future(counting)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _MessagesRequest:
-    """One request, as `GenerationBody`: the body, and the model that it is for."""
+    """The body of one request, as `GenerationBody`."""
 
     body: MessagesBody
-    model: TextModel
     num_choices: int = 1
 
     @property
