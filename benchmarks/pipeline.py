@@ -36,11 +36,11 @@ from genserve.textmodel.runtimes.onnx_logits import LogitsGraph, OnnxLogits
 from genserve.textmodel.runtimes.pipeline_logits import PipelineLogits, num_micro_batches
 
 MICRO_BATCHES = (1, 2, 4, 8)
-CONTEXT = 128       # tokens before a decode
+CONTEXT = 128  # tokens before a decode
 MAX_LENGTH = 512
-RUNS = 8            # runs of a stage, when two stages are measured at a time
+RUNS = 8  # runs of a stage, when two stages are measured at a time
 
-Times = dict[str, list[float]]      # milliseconds in each round, by name
+Times = dict[str, list[float]]  # milliseconds in each round, by name
 
 
 def main() -> None:
@@ -64,9 +64,7 @@ def _forwards(whole: Path, files: Sequence[Path], *, rounds: int) -> dict[str, T
     one = OnnxLogits(whole, num_threads=2, **sizes)
     measured = PipelineLogits(files, num_threads=1, **sizes)
     forwards = {
-        f"{rows} decodes": forward_batch(
-            one, [[TOKEN_ID]] * rows, past=[CONTEXT] * rows, length=CONTEXT + 1
-        )
+        f"{rows} decodes": forward_batch(one, [[TOKEN_ID]] * rows, past=[CONTEXT] * rows, length=CONTEXT + 1)
         for rows in (1, 8, 32)
     } | {"256 tokens of a prompt": forward_batch(one, [[TOKEN_ID] * 256], past=[0], length=256)}
     tables: dict[str, Times] = {}
@@ -77,9 +75,7 @@ def _forwards(whole: Path, files: Sequence[Path], *, rounds: int) -> dict[str, T
             if number <= num_tokens:
                 size = -(-num_tokens // number)
                 models[f"m = {number}"] = PipelineLogits(files, num_threads=1, max_micro_batch=size, **sizes)
-        tables[name] = _timed(
-            {key: partial(model.forward, batch) for key, model in models.items()}, rounds
-        )
+        tables[name] = _timed({key: partial(model.forward, batch) for key, model in models.items()}, rounds)
         tables[name]["chosen"] = [num_micro_batches(measured._costs, num_tokens)]
     headings = ("forward", "one stage, ms", "two stages", "times", "chosen m")
     headings = (*headings, *(f"m = {m}" for m in MICRO_BATCHES))
@@ -104,9 +100,7 @@ def _runs(whole: Path, files: Sequence[Path], *, rounds: int) -> dict[str, list[
     one = OnnxLogits(whole, num_threads=1, **sizes)
     staged = PipelineLogits(files, num_threads=1, max_micro_batch=MAX_LENGTH, **sizes)
     batches = {
-        f"{rows} decodes": forward_batch(
-            one, [[TOKEN_ID]] * rows, past=[CONTEXT] * rows, length=CONTEXT + 1
-        )
+        f"{rows} decodes": forward_batch(one, [[TOKEN_ID]] * rows, past=[CONTEXT] * rows, length=CONTEXT + 1)
         for rows in (1, 4, 8, 16, 32)
     } | {
         f"{length} tokens of a prompt": forward_batch(one, [[TOKEN_ID] * length], past=[0], length=256)
@@ -241,7 +235,7 @@ def _timed(runs: dict[str, Callable[[], Any]], rounds: int) -> Times:
         for name in runs if number % 2 else [*runs][::-1]:
             started_s = time.perf_counter()
             runs[name]()
-            if number:      # the first round warms up
+            if number:  # the first round warms up
                 times[name].append((time.perf_counter() - started_s) * 1e3)
     return times
 

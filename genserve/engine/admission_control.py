@@ -16,7 +16,7 @@ from genserve.request_context import NO_KEY, KeyShare
 
 T = TypeVar("T")
 
-_MEASUREMENT_LASTS_S = 60.0     # what an engine did counts as known for this time after it was full
+_MEASUREMENT_LASTS_S = 60.0  # what an engine did counts as known for this time after it was full
 
 
 class WaitPrediction:
@@ -35,14 +35,14 @@ class WaitPrediction:
     def __init__(self, *, max_num_seqs: int) -> None:
         self.full = False
         self._max_num_seqs = max_num_seqs
-        self._full_s = 0.0                          # total time the engine has been full
-        self._last_full_s = 0.0                     # when it was full last
+        self._full_s = 0.0  # total time the engine has been full
+        self._last_full_s = 0.0  # when it was full last
         # `_full_s` at each start. Answers of one length end together, so one round of them is too few.
         self._started_s: deque[float] = deque([0.0], maxlen=4 * max_num_seqs + 1)
-        self._times_s: NDArray[np.float64] | None = None    # `_started_s` and `_full_s`, since the last step
-        self._began_s: deque[float] = deque(maxlen=max_num_seqs)    # the last sequences, full or not
-        self._held_s: deque[float] = deque(maxlen=max_num_seqs)     # by the last sequences to end
-        self._last_end_s = 0.0                      # when the last of them was freed
+        self._times_s: NDArray[np.float64] | None = None  # `_started_s` and `_full_s`, since the last step
+        self._began_s: deque[float] = deque(maxlen=max_num_seqs)  # the last sequences, full or not
+        self._held_s: deque[float] = deque(maxlen=max_num_seqs)  # by the last sequences to end
+        self._last_end_s = 0.0  # when the last of them was freed
 
     def record_end(self, seconds: float, *, now_s: float) -> None:
         """Record how long a sequence that has ended held its slot."""
@@ -109,7 +109,7 @@ class WaitPrediction:
 
     def _longest_s(self, num_starts: int) -> float:
         """Return the longest time between a start and the `num_starts`-th one after it, or now."""
-        if self._times_s is None:   # many requests may ask between two steps
+        if self._times_s is None:  # many requests may ask between two steps
             self._times_s = np.array([*self._started_s, self._full_s])
         times_s = self._times_s
         return float((times_s[num_starts:] - times_s[: len(times_s) - num_starts]).max())
@@ -130,9 +130,9 @@ class WaitPrediction:
             self._started_s.append(self._full_s)
 
 
-_MAX_RETRY_AFTER_S = 60.0       # the official clients do not wait longer
+_MAX_RETRY_AFTER_S = 60.0  # the official clients do not wait longer
 _MIN_RETRY_AFTER_S = 0.1
-_UNKNOWN_RETRY_AFTER_S = 1.0    # while the throughput is not known
+_UNKNOWN_RETRY_AFTER_S = 1.0  # while the throughput is not known
 # The share of the longest wait that a request may be predicted to wait. An engine that shares its cores with
 # a flood of requests becomes a quarter slower, and to time out in the queue is worse than to be rejected.
 _PREDICTED_SHARE = 0.7
@@ -142,16 +142,16 @@ _PREDICTED_SHARE = 0.7
 class QueueLimits:
     """How many requests may wait for an engine, and how long."""
 
-    max_requests: int                   # may wait, besides the running ones
-    max_tokens: int | None = None       # prompt tokens that may wait for their first step; None: no limit
-    max_wait_s: float | None = None     # the longest wait for the first step; None: no limit
+    max_requests: int  # may wait, besides the running ones
+    max_tokens: int | None = None  # prompt tokens that may wait for their first step; None: no limit
+    max_wait_s: float | None = None  # the longest wait for the first step; None: no limit
 
 
 class RetryTimes:
     """When rejected requests should be retried, so that they neither come together nor leave slots idle."""
 
     def __init__(self) -> None:
-        self._last_s = 0.0      # the retry time of the last one
+        self._last_s = 0.0  # the retry time of the last one
 
     def after_s(self, seconds_per_slot: float | None, *, max_s: float | None, now_s: float) -> float:
         """Return after which time the next rejected request should be retried.
@@ -175,8 +175,8 @@ class RejectionReason(StrEnum):
 
     MAX_QUEUE = "max_queue"
     MAX_QUEUE_TOKENS = "max_queue_tokens"
-    PREDICTED_WAIT = "predicted_wait"   # on arrival, because it would wait too long
-    QUEUE_TIMEOUT = "queue_timeout"     # later, because it has waited too long
+    PREDICTED_WAIT = "predicted_wait"  # on arrival, because it would wait too long
+    QUEUE_TIMEOUT = "queue_timeout"  # later, because it has waited too long
 
 
 # The reason of an ingress, whose replicas are all known to be full.
@@ -204,7 +204,7 @@ class AdmissionControl:
         self.without_adapters: Counter[int] = Counter()
         self._max_num_seqs = max_num_seqs
         self._metrics = metrics
-        for reason in RejectionReason:      # or a rate would miss the first rejection
+        for reason in RejectionReason:  # or a rate would miss the first rejection
             metrics.rejected(reason.value, count=0)
         # Slots of all requests that have not ended or are prepared, by key.
         self._taken: Counter[str] = Counter()
@@ -361,7 +361,7 @@ class AdmissionControl:
         self.num_waiting_tokens -= num_tokens
         _subtract(self._waiting, priority, num_seqs)
         if not self._waiting - self.without_adapters:
-            self._prediction.full = False   # if all requests have left, no step will record it
+            self._prediction.full = False  # if all requests have left, no step will record it
 
     def record_step(
         self, seconds: float, *, num_started: int, full: bool, num_waiting: int, now_s: float

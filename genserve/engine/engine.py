@@ -31,25 +31,25 @@ logger = logging.getLogger(__name__)
 # sequence keeps its slot too.
 _RESERVED_S = 0.02
 _NUM_PAUSES = 4
-_MAX_PAUSE_S = 1.0          # a loop with a longer pause counts as one that never resumed
+_MAX_PAUSE_S = 1.0  # a loop with a longer pause counts as one that never resumed
 _MAX_PAUSED = 256
-_STORE_S = 1.0              # a process that is killed loses the blocks of this time
-_RESUMED = -1               # the arrival number of resumed sequences, before all other sequences
+_STORE_S = 1.0  # a process that is killed loses the blocks of this time
+_RESUMED = -1  # the arrival number of resumed sequences, before all other sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """The results of one step."""
 
-    advanced: tuple[TokenSequence, ...]                 # each has a new delta; some have finished
-    logits: tuple[tuple[LogitsRequest, LogitsArray], ...]   # the rows belong to the receivers
-    failed: dict[Request, GenserveError]                # the requests that left without finishing
-    started: tuple[Request, ...]                        # the requests that left the waiting queue
-    full: bool                                          # a request found no slot or too few blocks
-    num_prompt_tokens: int                              # 0: the step only decoded
-    num_preempted: int                                  # requests that went back to the queue
-    num_drafted: int                                    # drafted tokens
-    num_accepted: int                                   # drafted tokens that were accepted
+    advanced: tuple[TokenSequence, ...]  # each has a new delta; some have finished
+    logits: tuple[tuple[LogitsRequest, LogitsArray], ...]  # the rows belong to the receivers
+    failed: dict[Request, GenserveError]  # the requests that left without finishing
+    started: tuple[Request, ...]  # the requests that left the waiting queue
+    full: bool  # a request found no slot or too few blocks
+    num_prompt_tokens: int  # 0: the step only decoded
+    num_preempted: int  # requests that went back to the queue
+    num_drafted: int  # drafted tokens
+    num_accepted: int  # drafted tokens that were accepted
 
 
 class Engine:
@@ -109,8 +109,8 @@ class Engine:
         self._processor = StepProcessor(self._kv, self._loops, speculation=speculation)
         self._speculation = speculation
         self._paused = PausedLoops()
-        self._stored_s = -math.inf              # when blocks were last given to the disk cache
-        self._next_deadline_s = math.inf        # no sequence has an earlier one
+        self._stored_s = -math.inf  # when blocks were last given to the disk cache
+        self._next_deadline_s = math.inf  # no sequence has an earlier one
 
     @property
     def num_waiting(self) -> int:
@@ -233,7 +233,7 @@ class Engine:
         scheduled = self._scheduler.schedule(num_reserved=self._paused.num_reserved(started_s))
         if scheduled is None:
             return None
-        self._store_filled()    # a preempted sequence leaves a snapshot, whose slot this forward may write
+        self._store_filled()  # a preempted sequence leaves a snapshot, whose slot this forward may write
         try:
             logits, num_rows = self._runner.run(scheduled)
         except Exception:
@@ -302,10 +302,10 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class _PausedLoop:
-    arrival: int        # its number in the order of arrival
+    arrival: int  # its number in the order of arrival
     since_s: float
     reserved_until_s: float
-    pause_s: float      # how long its last pause was; infinite: it never resumed
+    pause_s: float  # how long its last pause was; infinite: it never resumed
 
 
 class PausedLoops:

@@ -48,20 +48,20 @@ SequenceOutput: TypeAlias = tuple["TokenSequence", Delta | GenserveError]
 class Submission:
     """Sequences that were submitted together."""
 
-    arrived_s: float            # the time before their prompts were prepared
-    num_open: int               # how many have not ended
-    max_new_tokens: int = 0     # the length of the longest answer that has ended
-    has_started: bool = False   # one of them has had its first step
+    arrived_s: float  # the time before their prompts were prepared
+    num_open: int  # how many have not ended
+    max_new_tokens: int = 0  # the length of the longest answer that has ended
+    has_started: bool = False  # one of them has had its first step
 
 
 class RequestStatus(Enum):
     """Where a request is, in the words of vLLM."""
 
-    NEW = auto()            # the scheduler does not have it yet
+    NEW = auto()  # the scheduler does not have it yet
     WAITING = auto()
     RUNNING = auto()
-    PREEMPTED = auto()      # it waits again, without its blocks
-    FINISHED = auto()       # it has left, and its blocks are free
+    PREEMPTED = auto()  # it waits again, without its blocks
+    FINISHED = auto()  # it has left, and its blocks are free
 
 
 class BlockTable:
@@ -260,7 +260,7 @@ class SubmittedSequence(Request):
 
     __slots__ = ("num_accepted_seqs", "num_waiting_tokens", "started_s", "submission")
 
-    is_resumed = False      # True: its caller has received a part of the answer; see resumption.py
+    is_resumed = False  # True: its caller has received a part of the answer; see resumption.py
     submission: Submission
     num_accepted_seqs: int
     num_waiting_tokens: int
@@ -340,8 +340,8 @@ class LogitsRequest(Request):
 class Awaited(Enum):
     """The value that a decoding loop awaits; both kinds come from the same forward."""
 
-    TOKEN = auto()      # a token; one call samples the tokens of all sequences
-    LOGITS = auto()     # the row of logits itself
+    TOKEN = auto()  # a token; one call samples the tokens of all sequences
+    LOGITS = auto()  # the row of logits itself
 
 
 class TokenSequence(SubmittedSequence):

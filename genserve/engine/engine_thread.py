@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 # How long a step may wait for loops over logits that always resume, as a share of the last decode step.
 _GATHER_SHARE = 0.5
 _GATHER_SHARE_WITH_SEQUENCES = 0.1
-_ADAPTER_WAIT_S = 1.0       # so often the thread shows that it does not hang while all wait for adapters
+_ADAPTER_WAIT_S = 1.0  # so often the thread shows that it does not hang while all wait for adapters
 
 
 # Makes the token sequences of a request, one for each choice.
@@ -116,14 +116,14 @@ class EngineThread:
         self._end_reasoning = end_reasoning
         self._adapters = adapters
         self._on_close = on_close
-        self._open: dict[Request, None] = {}    # the requests taken from the queue that have not ended
+        self._open: dict[Request, None] = {}  # the requests taken from the queue that have not ended
         # The sequences whose callers want to know how much of the prompt was read, and how much they know of.
         self._reading: dict[TokenSequence, int] = {}
-        self._decode_s = 0.0                    # the duration of the last step that only decoded
+        self._decode_s = 0.0  # the duration of the last step that only decoded
         self.stalled = False
         self.num_turns = 0
         self.num_steps = 0
-        self._cpu_clock: int | None = None      # None: the thread has not started, or there is no such clock
+        self._cpu_clock: int | None = None  # None: the thread has not started, or there is no such clock
         self._thread = threading.Thread(target=self._run, name=f"engine-{name}", daemon=True)
         self._thread.start()
 
@@ -208,7 +208,7 @@ class EngineThread:
             self._set_adapters(sequences)
             if self._engine.disk_cache is not None:
                 self._queue.check(sequences)
-                for choices in made:        # which have the same prompt
+                for choices in made:  # which have the same prompt
                     for stored in self._engine.disk_cache.read_ahead(
                         choices[0], is_cached=self._engine.is_cached, has_snapshot=self._engine.has_snapshot
                     ):
@@ -339,9 +339,7 @@ class EngineThread:
     def _open_of(self, requests: Container[GenerationRequest | LogitsRequest]) -> list[Request]:
         """Return the sequences and logits requests of some requests that have not ended."""
         return [
-            one
-            for one in self._open
-            if (one.request if isinstance(one, TokenSequence) else one) in requests
+            one for one in self._open if (one.request if isinstance(one, TokenSequence) else one) in requests
         ]
 
     def _open_sequences(self) -> Iterator[TokenSequence]:
@@ -411,11 +409,13 @@ class EngineThread:
 
     def _reject_without_adapter(self) -> None:
         """End the sequences whose adapters cannot be had."""
-        self._reject([
-            (sequence, error)
-            for sequence in self._open_sequences()
-            if sequence.adapter is not None and (error := sequence.adapter.error) is not None
-        ])
+        self._reject(
+            [
+                (sequence, error)
+                for sequence in self._open_sequences()
+                if sequence.adapter is not None and (error := sequence.adapter.error) is not None
+            ]
+        )
 
     def _reject(self, rejected: Sequence[tuple[TokenSequence, GenserveError]]) -> None:
         """Remove sequences from the engine, and deliver their errors."""
@@ -437,7 +437,7 @@ class EngineThread:
         """Yield how much was read of the prompts of which the last step has read a part."""
         for sequence, num_known in tuple(self._reading.items()):
             num_prompt_tokens = num_read = sequence.num_prompt_tokens
-            for reader in sequence.group.requests[:1]:      # none: all beams have ended
+            for reader in sequence.group.requests[:1]:  # none: all beams have ended
                 num_read = min(reader.num_computed_tokens, num_prompt_tokens)
             if sequence.started_s is None or num_read == num_known:
                 continue
@@ -470,7 +470,7 @@ class EngineThread:
         self, sequence: TokenSequence, content: Delta | GenserveError, *, now_s: float
     ) -> None:
         if isinstance(content, GenserveError):
-            if not isinstance(content, Overloaded):     # which is counted as a rejection
+            if not isinstance(content, Overloaded):  # which is counted as a rejection
                 self._metrics.request_failed()
             self._end(sequence)
             return
@@ -506,7 +506,7 @@ class EngineThread:
         try:
             self._engine.remove(self._open)
             self._reporter.occupancy(self._engine, waiting_tokens=self._queue.num_waiting_tokens)
-        except Exception:   # the engine has failed; its requests end nevertheless
+        except Exception:  # the engine has failed; its requests end nevertheless
             logger.exception("the engine did not drop its requests")
         self._end_cancelled(self._open_of(arrivals.cancelled))
         outputs: list[SequenceOutput] = [(sequence, error) for sequence in self._open_sequences()]

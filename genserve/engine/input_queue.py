@@ -18,7 +18,7 @@ from genserve.request_context import NO_KEY, KeyShare
 
 SequenceT = TypeVar("SequenceT", bound=SubmittedSequence)
 
-_MAX_STORED = 8     # parts of prompts that were read from files and wait for the end of a step
+_MAX_STORED = 8  # parts of prompts that were read from files and wait for the end of a step
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class Arrivals(Generic[SequenceT]):
     cancelled: set[GenerationRequest | LogitsRequest] = field(default_factory=set)
     ending_reasoning: set[GenerationRequest] = field(default_factory=set)
     stored: list[StoredBlocks] = field(default_factory=list)
-    adapters_changed: bool = False      # one that sequences wait for is in memory, or never will be
+    adapters_changed: bool = False  # one that sequences wait for is in memory, or never will be
 
     @property
     def num_requests(self) -> int:
@@ -108,15 +108,15 @@ class InputQueue(Generic[SequenceT]):
         self._clock = clock
         max_wait_s = admission.limits.max_wait_s
         self._max_wait_s = math.inf if max_wait_s is None else max_wait_s
-        self._lock = threading.RLock()      # costs less to enter than its conditions
-        self._changed = threading.Condition(self._lock)     # the engine's thread waits for it
+        self._lock = threading.RLock()  # costs less to enter than its conditions
+        self._changed = threading.Condition(self._lock)  # the engine's thread waits for it
         self._idle = threading.Condition(self._lock)
-        self._taken = threading.Condition(self._lock)       # of stored blocks
+        self._taken = threading.Condition(self._lock)  # of stored blocks
         # Guarded by the lock.
         self._admission = admission
         self._arrivals: Arrivals[SequenceT] = Arrivals()
-        self._oldest_s = math.inf           # no sequence that waits for its first step came earlier
-        self._num_awaited = 1               # how many arrivals wake the engine's thread
+        self._oldest_s = math.inf  # no sequence that waits for its first step came earlier
+        self._num_awaited = 1  # how many arrivals wake the engine's thread
         self._closing = False
         self._failure: GenserveError | None = None
 
@@ -182,9 +182,7 @@ class InputQueue(Generic[SequenceT]):
                 self._admission.check(count, num_tokens=0, priority=priority, now_s=now_s, share=share)
             queued = self._admission.num_preparing > 0
             self._admission.reserve(count, priority=priority, share=share)
-        return Reservation(
-            self, count, priority=priority, share=share, arrived_s=now_s, queued=queued
-        )
+        return Reservation(self, count, priority=priority, share=share, arrived_s=now_s, queued=queued)
 
     def check_reserved(self, reservation: Reservation) -> None:
         """See `Reservation.check`."""
@@ -407,7 +405,7 @@ class InputQueue(Generic[SequenceT]):
         if now_s <= self.next_overdue_s:
             return []
         overdue: list[tuple[SequenceT, Overloaded]] = []
-        errors: dict[int, Overloaded] = {}      # the error of each submission
+        errors: dict[int, Overloaded] = {}  # the error of each submission
         with self._lock:
             self._oldest_s = min((s.submission.arrived_s for s in self._arrivals.sequences), default=math.inf)
             for sequence in sequences:

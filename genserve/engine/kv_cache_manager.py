@@ -24,7 +24,7 @@ from genserve.engine.logits_model import LogitsSizes
 from genserve.engine.prefix_cache import PrefixCache, StoredBlocks, block_key
 from genserve.engine.state_slots import NO_SLOT, SequenceState, StateSlots
 
-_SHOWN_TOKENS = 16      # of each prompt, where they begin to differ
+_SHOWN_TOKENS = 16  # of each prompt, where they begin to differ
 # A chunk that ends for a snapshot costs a forward, so a snapshot is to spare at least so many blocks, and
 # there is one in so many blocks of a long prompt as long as slots are free: 64 and 1,024 tokens on the CPU.
 _MIN_SPARED_BLOCKS = 4
@@ -120,7 +120,7 @@ class KVCacheManager:
             table.state = self._first_state(request, block_ids, num_computed)
         table.num_cached = num_computed // self.block_size
         for block in block_ids[table.num_cached :]:
-            self._evict(block)      # the request will write it
+            self._evict(block)  # the request will write it
         table.block_ids = [*block_ids, *(self._new_block() for _ in range(num_new))]
         table.num_rewrites += 1
         request.num_computed_tokens = num_computed
@@ -406,9 +406,7 @@ class KVCacheManager:
             return 0
         return len(self._cached_blocks(request, len(request.token_ids) - 1)) * self.block_size
 
-    def _first_state(
-        self, request: Request, block_ids: Sequence[int], num_computed: int
-    ) -> SequenceState:
+    def _first_state(self, request: Request, block_ids: Sequence[int], num_computed: int) -> SequenceState:
         """Return the state with which a request starts: the snapshot at the end of its cached blocks."""
         matched = self._num_matched(request)
         self.num_recomputed_tokens += max(0, matched - num_computed)

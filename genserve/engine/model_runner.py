@@ -102,9 +102,7 @@ class ModelRunner:
         self._starts[: num_seqs + 1] = starts
         return self._batch(output, num_tokens, np.array(rows, dtype=np.int64)), num_rows
 
-    def _batch(
-        self, output: SchedulerOutput, num_tokens: int, logits_indices: TokenArray
-    ) -> ForwardBatch:
+    def _batch(self, output: SchedulerOutput, num_tokens: int, logits_indices: TokenArray) -> ForwardBatch:
         num_seqs = len(output.requests)
         adapters = [request.adapter for request in output.requests]
         return ForwardBatch(

@@ -28,22 +28,22 @@ from genserve.engine.fair_share import FairShare
 from genserve.engine.kv_cache_manager import KVCacheManager
 from genserve.engine.speculation import Speculation
 
-_NEWEST = 0.2           # weight of the last step in the moving averages of step times
+_NEWEST = 0.2  # weight of the last step in the moving averages of step times
 # Tokens, besides the decodes, that double a step as long as nothing is measured.
 _INITIAL_DOUBLING_TOKENS = 15
 # Share of a drafted token's time by which each step without drafts lowers it again, since otherwise one slow
 # step would end drafting.
 _DRAFT_COST_DECAY = 0.002
-_MEASURED_TOKENS = 8    # fewer prompt tokens in a step cost little each, and say nothing about many
+_MEASURED_TOKENS = 8  # fewer prompt tokens in a step cost little each, and say nothing about many
 
-_PROMPT_SHARE = 0.9         # each prompt's share of the tokens that double a step
+_PROMPT_SHARE = 0.9  # each prompt's share of the tokens that double a step
 # The same share for all prompts together that are longer than a step: benchmarks/long_prompt.py --prompts 8.
 _LONG_PROMPTS_SHARE = 2.2
-_MIN_DOUBLING_TOKENS = 9    # assumed of a step, so that prompts beside many or quick decodes get on
-_LONGEST_SHARE = 4          # the longest prompt gets at least one in 4 of the prompts' tokens
-_MAX_UNFINISHED = 2         # prompts that a step may leave unfinished before more prompts begin
-_MAX_SCORED_ROWS = 64       # rows of logits of a step that prompts need for prompt_logprobs
-_DRAFT_MARGIN = 1.25        # a draft must be worth this many times its cost
+_MIN_DOUBLING_TOKENS = 9  # assumed of a step, so that prompts beside many or quick decodes get on
+_LONGEST_SHARE = 4  # the longest prompt gets at least one in 4 of the prompts' tokens
+_MAX_UNFINISHED = 2  # prompts that a step may leave unfinished before more prompts begin
+_MAX_SCORED_ROWS = 64  # rows of logits of a step that prompts need for prompt_logprobs
+_DRAFT_MARGIN = 1.25  # a draft must be worth this many times its cost
 # A sequence with more tokens to replay is not drafted for: they grow with each wrong draft, until a step
 # without one takes over their state.
 _MAX_REPLAYED_TOKENS = 8
@@ -362,7 +362,7 @@ class Scheduler:
         Returns:
             How many groups wait for a block that another one computes.
         """
-        lengths: defaultdict[str, list[int]] = defaultdict(list)     # by key
+        lengths: defaultdict[str, list[int]] = defaultdict(list)  # by key
         for group in prompts:
             insort(lengths[group.share.name], _num_pending(group))
         computing = {
@@ -482,7 +482,7 @@ class StepTimes:
     """
 
     def __init__(self) -> None:
-        self._decode_s: dict[int, float] = {}   # number of sequences -> average of the step times
+        self._decode_s: dict[int, float] = {}  # number of sequences -> average of the step times
         # How much each further token lengthens a step; 0: not known.
         self._prompt_token_s = 0.0
         self._drafted_token_s = 0.0

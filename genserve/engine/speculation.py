@@ -24,16 +24,16 @@ logger = logging.getLogger(__name__)
 # The acceptance rate while nothing is known, as moving averages of the numbers of right and wrong tokens.
 _INITIAL_RIGHT = 2.0
 _INITIAL_WRONG = 1.0
-_NEWEST = 0.2                # weight of the last draft in the rate of its sequence
-_NEWEST_OF_ALL = 0.05        # its weight in the rate of all sequences, with which new sequences start
+_NEWEST = 0.2  # weight of the last draft in the rate of its sequence
+_NEWEST_OF_ALL = 0.05  # its weight in the rate of all sequences, with which new sequences start
 # Each step without a draft moves the rate of a sequence by this share to the rate of all sequences, and that
 # rate to the initial one. Otherwise drafting would never be tried again.
 _RECOVERY = 0.005
 _RECOVERY_OF_ALL = 0.0005
 
-_NGRAM_SIZES = (4, 3, 2)    # prompt lookup searches for that many last tokens, in this order
-_MAX_DRAFT_TOKENS = 5       # of one draft
-_CHUNK = 256                # tokens of a prompt that a draft model computes in one step, while sequences wait
+_NGRAM_SIZES = (4, 3, 2)  # prompt lookup searches for that many last tokens, in this order
+_MAX_DRAFT_TOKENS = 5  # of one draft
+_CHUNK = 256  # tokens of a prompt that a draft model computes in one step, while sequences wait
 
 
 class Proposer(Protocol):
@@ -70,8 +70,8 @@ class _AcceptanceRate:
 class _Drafting:
     """What is known of one sequence."""
 
-    rates: dict[int, _AcceptanceRate] = field(default_factory=dict)     # kind of guess -> rate
-    kind: int = 0       # the kind of the last draft
+    rates: dict[int, _AcceptanceRate] = field(default_factory=dict)  # kind of guess -> rate
+    kind: int = 0  # the kind of the last draft
 
 
 class Speculation:
@@ -85,7 +85,7 @@ class Speculation:
         """Start with the initial acceptance rates."""
         self._proposer = proposer
         self._has_failed = False
-        self._rates: dict[int, _AcceptanceRate] = {}    # kind of guess -> rate over all sequences
+        self._rates: dict[int, _AcceptanceRate] = {}  # kind of guess -> rate over all sequences
         self._sequences: dict[Request, _Drafting] = {}
 
     def draft(self, request: Request, *, max_tokens: int, min_chance: float) -> Sequence[int]:
@@ -191,14 +191,14 @@ class _Ngram(NamedTuple):
     """An n-gram at the end of a sequence that has occurred before."""
 
     size: int
-    start: int      # the index of the token after its earlier occurrence
+    start: int  # the index of the token after its earlier occurrence
 
 
 class _NgramIndex:
     """The last occurrence of each n-gram in a growing list; reads each token once."""
 
     def __init__(self) -> None:
-        self._ends: dict[tuple[int, ...], int] = {}     # n-gram -> index of the token after it
+        self._ends: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after it
         self._num_read = 0
 
     def find(self, token_ids: Sequence[int]) -> _Ngram | None:
@@ -249,7 +249,7 @@ class DraftModel(Proposer):
         self._vocab_size = vocab_size
         self._free_blocks = list(range(model.num_blocks))
         self._free_slots = list(range(model.num_state_slots))
-        self._sequences: dict[Request, _DraftSequence] = {}     # the least recently drafted first
+        self._sequences: dict[Request, _DraftSequence] = {}  # the least recently drafted first
 
     def propose(self, request: Request, count: int) -> Sequence[int]:
         """See `Proposer.propose`; none while a long prompt is computed in chunks."""
@@ -259,7 +259,7 @@ class DraftModel(Proposer):
         drafted = self._sequences[request] = self._sequences.pop(request, _DraftSequence())
         # At least the last token is computed, because the draft needs the logits after it.
         num_computed = min(_common_prefix_length(drafted.token_ids, token_ids), len(token_ids) - 1)
-        if self._model.num_state_slots:     # a state is of all its tokens or of no use
+        if self._model.num_state_slots:  # a state is of all its tokens or of no use
             num_computed = drafted.num_kept if drafted.num_kept <= num_computed else 0
         del drafted.token_ids[num_computed:]
         best = self._run(drafted, token_ids[num_computed : num_computed + _CHUNK], is_draft=False)

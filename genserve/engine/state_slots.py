@@ -47,10 +47,10 @@ class StateSlots:
 
     def __init__(self, num_slots: int) -> None:
         """Start with all slots free."""
-        self._ref_counts = [0] * num_slots      # how many requests hold each slot
+        self._ref_counts = [0] * num_slots  # how many requests hold each slot
         self._free = list(range(num_slots))
         self._snapshots: OrderedDict[int, int] = OrderedDict()  # block -> slot; least recently used first
-        self._blocks: dict[int, int] = {}                       # slot of a snapshot -> block
+        self._blocks: dict[int, int] = {}  # slot of a snapshot -> block
 
     def __contains__(self, block: int) -> bool:
         return block in self._snapshots

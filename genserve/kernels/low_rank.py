@@ -19,12 +19,12 @@ from genserve.kernels import library
 from genserve.kernels.packing import PANEL
 
 _LANES = 16
-_RANKS = 4      # those of a part are padded to a multiple of it
-_INPUTS = 64    # those of rows in 8 bits are padded to a multiple of it
-_MOST = 127     # of an int8
-_OFFSET = 128   # a matrix in int8 is stored with it, as uint8
+_RANKS = 4  # those of a part are padded to a multiple of it
+_INPUTS = 64  # those of rows in 8 bits are padded to a multiple of it
+_MOST = 127  # of an int8
+_OFFSET = 128  # a matrix in int8 is stored with it, as uint8
 
-_TYPES = {"float32": 1, "uint8": 2}     # ONNX's numbers
+_TYPES = {"float32": 1, "uint8": 2}  # ONNX's numbers
 _GROUP = np.dtype([("scale", "f4"), ("first", "u4"), ("begin", "u2"), ("end", "u2")])
 
 
@@ -133,8 +133,8 @@ def pack_layer(shape: LinearShape, parts: Sequence[LowRankPart]) -> PackedLayer:
     rank = -(-starts[-1] // _LANES) * _LANES if shape.in_int8 else starts[-1]
     multiple = _INPUTS if shape.in_int8 else _LANES
     down = np.zeros((rank, -(-shape.in_features // multiple) * multiple), np.float32)
-    up = np.zeros((shape.out_features + 1, rank), np.float32)   # with a row for padding
-    ranges = np.zeros((shape.out_features + 1, 2), np.int64)    # the ranks that change an output
+    up = np.zeros((shape.out_features + 1, rank), np.float32)  # with a row for padding
+    ranges = np.zeros((shape.out_features + 1, 2), np.int64)  # the ranks that change an output
     for part, start, end in zip(parts, starts, starts[1:], strict=False):
         outputs = slice(part.first, part.first + len(part.up))
         down[start : start + len(part.down), : shape.in_features] = part.down
@@ -144,7 +144,7 @@ def pack_layer(shape: LinearShape, parts: Sequence[LowRankPart]) -> PackedLayer:
     if shape.in_int8:
         factors = _divide_by_largest(up, axis=0) * _divide_by_largest(down, axis=1) / np.float32(_MOST)
     groups_of_outputs = shape.groups()
-    changed = ranges[groups_of_outputs]                         # [groups, 16, 2]
+    changed = ranges[groups_of_outputs]  # [groups, 16, 2]
     begin = np.where(changed[..., 1] > 0, changed[..., 0], rank).min(axis=1)
     end = changed[..., 1].max(axis=1)
     begin = np.minimum(begin, end)

@@ -179,7 +179,7 @@ class ModelLifecycle:
     def unload(self, name: str, *, dependents: bool) -> None:
         """Begin to unload a model, and with `dependents` the models of its steps that nothing else needs."""
         if name not in self._models and not self._table.of(name):
-            return      # nothing is kept of the names that clients invent
+            return  # nothing is kept of the names that clients invent
         steps = {step for served in self._table.of(name) for step in needed_names(served.config)}
         model = self._model(name)
         model.is_requested = model.waits_for_steps = False
@@ -191,7 +191,7 @@ class ModelLifecycle:
 
     def forget_failed(self, name: str) -> None:
         """After a load that has failed: unload what it has loaded, and do not wait for what was missing."""
-        if name in self.entries:    # nothing is kept of the names that clients invent
+        if name in self.entries:  # nothing is kept of the names that clients invent
             self._model(name).waits_for_steps = False
             self._unload_unneeded({step.name for step in all_step_models(self.entries[name], self.entries)})
 
@@ -253,7 +253,7 @@ class ModelLifecycle:
 
     def scan_folders(self) -> None:
         """Read the folders again; nothing is loaded or unloaded."""
-        with self._scanning:    # a scan never replaces the result of a later one
+        with self._scanning:  # a scan never replaces the result of a later one
             entries = scan(
                 self._roots, config_name=self._options.config_name, strict_paths=self._options.strict_paths
             )
@@ -286,7 +286,7 @@ class ModelLifecycle:
                     is_override = model.override is not None
                     with suppress(GenserveError):
                         self._load_with_steps(entry, is_override=is_override, upload=model.upload)
-            for name in self._table.outdated_adapters():    # the engine of their old base ends
+            for name in self._table.outdated_adapters():  # the engine of their old base ends
                 error = self.errors.get(name)
                 self._unload(name)
                 if error is not None:
@@ -331,14 +331,14 @@ class ModelLifecycle:
         model = self._model(owner)
         with model.lock:
             validator = self.validator
-            if not is_override:     # the folder may have changed while this waited
+            if not is_override:  # the folder may have changed while this waited
                 requested = validator.entries.get(requested.name, requested)
             if validator.entries.get(requested.name) is not requested:
                 validator = self._validator({**validator.entries, requested.name: requested})
             entry = validator.entries.get(owner, requested)
             files, failed = self._files(entry), model.failed
             if not is_override and failed and failed.files == files and failed.ended_s > asked_s:
-                raise failed.error      # the same load has failed while this one waited for it
+                raise failed.error  # the same load has failed while this one waited for it
             answers = all(map(self._table.of, (owner, *model.stages)))
             answers = answers and owner not in self._table.outdated_adapters()
             if is_override or model.loaded != files or not answers:
@@ -359,7 +359,7 @@ class ModelLifecycle:
     def _record_error(self, name: str, error: GenserveError) -> None:
         cause = error.__cause__  # names file and line
         recorded = cause if isinstance(cause, ConfigError) else error
-        if name in self.entries:    # nothing is kept of the names that clients invent
+        if name in self.entries:  # nothing is kept of the names that clients invent
             self.errors[name] = recorded
         _log_not_loaded(name, recorded)
 
@@ -390,7 +390,7 @@ class ModelLifecycle:
         if not is_text_model:
             self._require_sound_stages(entry, validator)
         self._load_missing_steps(entry)
-        if (error := validator.step_error(entry)) is not None:     # the ensemble gets no version in the index
+        if (error := validator.step_error(entry)) is not None:  # the ensemble gets no version in the index
             text = f"load failed for model '{entry.name}': {error.text}\n"
             raise InferenceError(text, remedy=str(error)) from error
         unchanged: list[ModelVersion] = []
@@ -401,7 +401,7 @@ class ModelLifecycle:
         fresh = self._loader.load(entry, validator, unchanged=unchanged, upload=upload)
         if self._unloader.is_closing:
             for served in fresh:
-                if served not in unchanged:     # `close` closes the unchanged ones
+                if served not in unchanged:  # `close` closes the unchanged ones
                     served.close(timeout_s=0)
             raise stopping()
         _return_free_memory()
@@ -427,7 +427,7 @@ class ModelLifecycle:
         for step in self._steps_before(entry):
             below = {step.name, *(model.name for model in all_step_models(step, self.entries))}
             if self._table.of(step.name) or entry.name in below:
-                continue    # it is ready, or depends on the ensemble itself
+                continue  # it is ready, or depends on the ensemble itself
             try:
                 self._load_with_steps(step)
             except InferenceError as error:
@@ -472,7 +472,7 @@ class _Unloader:
     def __init__(self, table: ModelTable) -> None:
         self.is_closing = False
         self._table = table
-        self._threads: dict[threading.Thread, None] = {}    # in the order of their start
+        self._threads: dict[threading.Thread, None] = {}  # in the order of their start
 
     def unload(self, old: list[ModelVersion], *, timeout_s: float) -> None:
         """Close versions that are no longer in the table; does not block."""
@@ -511,7 +511,7 @@ class _Unloader:
 
 def _return_free_memory() -> None:
     """Return the C library's free memory to the system: 30 of 195 MB after a load of the default model."""
-    trim = getattr(_C_LIBRARY, "malloc_trim", None)     # only glibc has it
+    trim = getattr(_C_LIBRARY, "malloc_trim", None)  # only glibc has it
     if trim is not None:
         trim(0)
 

@@ -107,7 +107,7 @@ class ModelVersion:
         # Each response passes these steps, unless it is cached or traced.
         self._plain_steps = self._response_steps(lookup=None, span=None)
         self._idle = threading.Condition(self._lock)  # entered by the lock: a condition is slower to enter
-        self._pending: dict[Inference, None] = {}     # in the order of their arrival
+        self._pending: dict[Inference, None] = {}  # in the order of their arrival
         self._closing = False
 
     @property
@@ -151,9 +151,7 @@ class ModelVersion:
                 lookup = _CacheLookup(self._cache, statistics=self.statistics)
             span = self._open_span(inference)
             steps = self._response_steps(lookup, span)
-        inference.accept(
-            model_version=self.version, batch_size=batch_size, span=span, response_steps=steps
-        )
+        inference.accept(model_version=self.version, batch_size=batch_size, span=span, response_steps=steps)
         if self._reshapes_inputs:
             inference.inputs = self._validator.reshaped(request.inputs)
         if lookup is not None and self._answer_from(lookup, inference):
@@ -248,7 +246,7 @@ class _CacheLookup:
         self.lookup_ns = 0
         self._cache = cache
         self._statistics = statistics
-        self._missed: bytes | None = None   # the key that the cache did not have
+        self._missed: bytes | None = None  # the key that the cache did not have
 
     def find(self, request: InferenceRequest, *, load: int) -> InferenceResponse | None:
         started_ns = time.monotonic_ns()
@@ -265,7 +263,7 @@ class _CacheLookup:
         final: bool,  # noqa: FBT001 - ResponseStep
     ) -> InferenceResponse | None:
         if self._missed is None:
-            return response     # it comes from the cache
+            return response  # it comes from the cache
         started_ns = time.monotonic_ns()
         if response is not None and response.error is None:
             self._cache.put(self._missed, response)
@@ -316,7 +314,7 @@ class ModelState(StrEnum):
     UNAVAILABLE = "UNAVAILABLE"
 
 
-UNLOADED = "unloaded"   # the reason in the index for a version that was unloaded on request or replaced
+UNLOADED = "unloaded"  # the reason in the index for a version that was unloaded on request or replaced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,7 +322,7 @@ class IndexEntry:
     """One line of the repository's index."""
 
     name: str
-    version: int | None = None          # None: the model was never loaded
+    version: int | None = None  # None: the model was never loaded
     state: ModelState | None = None
     reason: str = ""
 

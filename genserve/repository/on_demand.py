@@ -33,7 +33,7 @@ from genserve.textmodel.logits_config import is_logits_stage, version_files
 
 logger = logging.getLogger(__name__)
 
-_MAX_ROOM_WAIT_S = 300.0    # for models in use, before a load fails: as long as Ollama waits for a load
+_MAX_ROOM_WAIT_S = 300.0  # for models in use, before a load fails: as long as Ollama waits for a load
 # The ends of BLS calls, and of sequences between two of their requests, are not announced.
 _RECHECK_S = 0.1
 # By which the process grows during a load for other reasons: modules that are imported, running requests.
@@ -108,9 +108,9 @@ class _Load:
 
     name: str
     waiting: list[tuple[Future[ModelUse], float | None]] = field(default_factory=list)
-    is_nested: bool = False     # code of a model waits, which may hold memory that another load waits for
+    is_nested: bool = False  # code of a model waits, which may hold memory that another load waits for
     pins: bool = False
-    sizes: Mapping[str, int] | None = None      # as of `_Resident`, estimated; None: not yet
+    sizes: Mapping[str, int] | None = None  # as of `_Resident`, estimated; None: not yet
     asked_s: float = field(default_factory=lambda: time.monotonic())
 
     @property
@@ -142,7 +142,7 @@ class OnDemandModels:
         self._residents: dict[str, _Resident] = {}
         self._queue: deque[_Load] = deque()
         self._loading: _Load | None = None
-        self._measured: dict[str, Mapping[str, int]] = {}   # the sizes of models that were loaded before
+        self._measured: dict[str, Mapping[str, int]] = {}  # the sizes of models that were loaded before
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="on-demand", daemon=True)
 
@@ -343,7 +343,7 @@ class OnDemandModels:
         others = [load for load in self._queue if not load.is_nested]
         candidates = [*nested, *others[:1]]
         for load in candidates:
-            if load.name in self._residents:    # which was to give way to a load that is over
+            if load.name in self._residents:  # which was to give way to a load that is over
                 return self._begin(load, partial(self._grant, load, self._residents[load.name]))
             if load.sizes is None:
                 return partial(self._estimate, load)
@@ -429,7 +429,7 @@ class OnDemandModels:
             # The requests of an adapter are uses of it, and its engine is that of its base.
             if text_model is not None and text_model.base is None and text_model.engine.num_accepted:
                 return False
-            if batching is not None and not batching.iterative:     # its sequences have states
+            if batching is not None and not batching.iterative:  # its sequences have states
                 idle_s = time.monotonic() - resident.used_s
                 if idle_s < batching.max_sequence_idle_us / 1e6:
                     return False
@@ -480,7 +480,7 @@ class OnDemandModels:
         with self._changed:
             self._loading = None
             self._residents[load.name] = resident
-        self._grant(load, resident)     # on the thread that alone unloads
+        self._grant(load, resident)  # on the thread that alone unloads
 
     def _grant(self, load: _Load, resident: _Resident) -> None:
         """Let the requests that wait use a model."""
@@ -490,7 +490,7 @@ class OnDemandModels:
             for future, keep_alive_s in load.waiting:
                 if future.set_running_or_notify_cancel():
                     granted.append((future, self._taken(resident, keep_alive_s)))
-        for future, use in granted:     # which may call back
+        for future, use in granted:  # which may call back
             future.set_result(use)
 
     def _cache_bytes(self, entry: ModelEntry) -> int:

@@ -24,7 +24,7 @@ from genserve.textmodel.text_model import TextModel
 
 logger = logging.getLogger(__name__)
 
-_SETTLE_S = 1.0     # files that have not changed for this long are complete
+_SETTLE_S = 1.0  # files that have not changed for this long are complete
 
 
 class Repository(ServedModels):
@@ -79,7 +79,7 @@ class Repository(ServedModels):
                 raise _only_from_folders()
             use = self.on_demand.use(name).result()
             try:
-                self.lifecycle.load(LoadRequest(name=name))     # again, if its files have changed
+                self.lifecycle.load(LoadRequest(name=name))  # again, if its files have changed
                 self.on_demand.note_reload(name)
             finally:
                 use.end()
@@ -125,7 +125,7 @@ class Repository(ServedModels):
         with ThreadPoolExecutor(self.options.load_threads, thread_name_prefix="load") as pool:
             for future in [pool.submit(self.lifecycle.load_noted, entry) for entry in alone]:
                 future.result()
-        for entry in sorted(wanted, key=lambda entry: entry.base_model is not None):    # adapters last
+        for entry in sorted(wanted, key=lambda entry: entry.base_model is not None):  # adapters last
             if entry not in alone:
                 self.lifecycle.load_noted(entry)
         self._started = True

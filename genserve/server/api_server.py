@@ -55,9 +55,9 @@ class ModelInfo:
     """A model that generates text."""
 
     name: str
-    context: str                # the tokens of prompt and answer together; see `TextModel.context`
+    context: str  # the tokens of prompt and answer together; see `TextModel.context`
     max_num_seqs: int
-    kv_cache_bytes: int         # at most
+    kv_cache_bytes: int  # at most
     precision: str
 
 
@@ -66,13 +66,13 @@ class ServerInfo:
     """A server that is ready, for the user who started it."""
 
     url: str
-    grpc_address: str = ""                  # host and port; empty: no gRPC
-    metrics_url: str = ""                   # empty: metrics are only on the HTTP port
-    needs_key: bool = False                 # whether clients need one
-    models: tuple[ModelInfo, ...]           # those that generate text
+    grpc_address: str = ""  # host and port; empty: no gRPC
+    metrics_url: str = ""  # empty: metrics are only on the HTTP port
+    needs_key: bool = False  # whether clients need one
+    models: tuple[ModelInfo, ...]  # those that generate text
     versions: tuple[IndexEntry, ...] = ()
-    stages: frozenset[str] = frozenset()    # the models among them that are stages of text models
-    errors: tuple[GenserveError, ...]       # why models could not be loaded
+    stages: frozenset[str] = frozenset()  # the models among them that are stages of text models
+    errors: tuple[GenserveError, ...]  # why models could not be loaded
 
     def with_models(self, repository: Repository) -> Self:
         """Return this information with the models of a repository."""
@@ -118,8 +118,8 @@ def serve(
         try:
             server.serve_until_stopped()
         except GenserveError as error:
-            if settings.log_file:   # otherwise the caller prints the error to the same stream
-                logger.error("%s", error)   # noqa: TRY400  # not a bug, so no traceback
+            if settings.log_file:  # otherwise the caller prints the error to the same stream
+                logger.error("%s", error)  # noqa: TRY400  # not a bug, so no traceback
             raise
     if server.force_exit and end_process is not None:
         end_process(server.exit_code)
@@ -152,11 +152,11 @@ class Server(HttpServer):
         self._on_ready = on_ready
         self._end_process = end_process
         self._first_signal: int | None = None
-        self.exit_code = 1          # if the process is ended before everything is closed
+        self.exit_code = 1  # if the process is ended before everything is closed
         self._grpc: GrpcServer | None = None
         self._metrics_port: MetricsPort | None = None
         self._loading: asyncio.Task[None] | None = None
-        self._watching: tuple[asyncio.Task[None], ...] = ()     # while the ports are open
+        self._watching: tuple[asyncio.Task[None], ...] = ()  # while the ports are open
         self._closing: asyncio.Future[None] | None = None
         self._failure: Exception | None = None
 

@@ -68,11 +68,11 @@ class _MethodNotAllowed(InvalidRequest):
 
 
 class _Statuses(NamedTuple):
-    openai: int         # and of every dialect without statuses of its own
-    tgi: int            # TGI's own statuses and error types, which its clients compare
+    openai: int  # and of every dialect without statuses of its own
+    tgi: int  # TGI's own statuses and error types, which its clients compare
     tgi_type: str
     kserve: int
-    grpc: str           # the name of a `grpc.StatusCode`
+    grpc: str  # the name of a `grpc.StatusCode`
 
 
 # By class, nearest ancestor first. The full queue of a text model is 429 in every dialect.
@@ -137,7 +137,7 @@ _DOCUMENTED: tuple[tuple[GenserveError, str], ...] = (
     (DeadlineExceeded("an example"), "The request's deadline passed before its first token."),
     (ModelNotReady("an example"), "The model is not ready, or the server is stopping."),
 )
-_MAX_SHOWN = 128    # characters of the path of a field, which the client chose
+_MAX_SHOWN = 128  # characters of the path of a field, which the client chose
 # While a model loads or the server stops, of which the duration is unknown.
 _UNAVAILABLE_RETRY_S = 5
 # While the process has no more threads, files or memory; other requests end soon.
@@ -195,7 +195,7 @@ def error_code(error: GenserveError) -> str:
 
 
 def _statuses(error: GenserveError) -> _Statuses:
-    return _statuses_of(type(error))    # type: ignore[arg-type]  # mypy takes the hash of an error for its class's
+    return _statuses_of(type(error))  # type: ignore[arg-type]  # mypy takes the hash of an error for its class's
 
 
 @cache
@@ -337,7 +337,7 @@ def error_response(error: GenserveError, written: ErrorFormat) -> Response:
         headers = _retry_headers(_UNAVAILABLE_RETRY_S)
     elif isinstance(error, InvalidRequest):
         headers = {"x-should-retry": "false"}
-    body = orjson.dumps(written.body(error))    # a third of what JSONResponse costs
+    body = orjson.dumps(written.body(error))  # a third of what JSONResponse costs
     return Response(body, status_code=status, headers=headers, media_type="application/json")
 
 
@@ -365,7 +365,7 @@ class ErrorResponses:
         """Return the format of the errors of a request."""
         if (route := scope.get("route")) is not None:
             return self._by_path[route.path_format]
-        path = f"/{scope['path'].lstrip('/')}"      # `OPTIONS *` has no path
+        path = f"/{scope['path'].lstrip('/')}"  # `OPTIONS *` has no path
         return next(each.errors for each in self._dialects if path.startswith(f"{each.prefix}/"))
 
     def install(self, app: FastAPI) -> None:
@@ -418,7 +418,7 @@ class ErrorResponses:
 
     async def _on_system_error(self, request: Request, error: Exception) -> Response:
         if not _is_exhaustion(error):
-            raise error     # for `_on_bug`
+            raise error  # for `_on_bug`
         return self.unexpected(request.scope, error)
 
     async def _on_bug(self, request: Request, error: Exception) -> Response:

@@ -40,7 +40,7 @@ from genserve.textmodel.text_model import TextModel
 T = TypeVar("T")
 
 _READINESS_TIMEOUT_S = 5.0
-_ID_PREFIX = re.compile("^[a-z]+[-_]")      # such as `chatcmpl-`
+_ID_PREFIX = re.compile("^[a-z]+[-_]")  # such as `chatcmpl-`
 
 
 def _end_unused(using: Future[ModelUse]) -> None:
@@ -72,7 +72,7 @@ class Readiness:
         if running is None:
             try:
                 running = start_daemon(question, name="readiness")
-            except RuntimeError:    # no thread can be started
+            except RuntimeError:  # no thread can be started
                 return otherwise
             self._running[key] = running
             running.add_done_callback(lambda _: self._running.pop(key))
@@ -122,12 +122,12 @@ class Services:
     settings: ServerSettings
     repository: ServedModels
     metrics: Metrics
-    draining: bool = False                                  # set once, when the server begins to stop
-    num_grpc_calls: int = 0                                 # that run; changed on the event loop
+    draining: bool = False  # set once, when the server begins to stop
+    num_grpc_calls: int = 0  # that run; changed on the event loop
     answers: RunningAnswers = field(default_factory=RunningAnswers)
     keys: KeyRing = field(init=False)
-    access: AccessControl = field(init=False)               # to the HTTP port
-    is_local: bool = field(init=False)                      # no other machine can connect to that port
+    access: AccessControl = field(init=False)  # to the HTTP port
+    is_local: bool = field(init=False)  # no other machine can connect to that port
     log_settings: LogSettings = field(init=False)
     readiness: Readiness = field(init=False)
     request_spans: RequestSpans | None = field(init=False)  # None: no collector is set
@@ -165,9 +165,7 @@ class Services:
         if self.draining:
             raise ModelNotReady("the server is stopping", remedy="try again on another server")
 
-    async def text_model(
-        self, name: str | None = None, *, keep_alive_s: float | None = None
-    ) -> TextModel:
+    async def text_model(self, name: str | None = None, *, keep_alive_s: float | None = None) -> TextModel:
         """Return a text model, which stays loaded for the current request; see `ServedModels.text_model`.
 
         Args:
@@ -218,8 +216,8 @@ class Services:
         on_demand, request = self.repository.on_demand, CURRENT_REQUEST.get()
         if on_demand is None or request is None or not await self._knows(name):
             return
-        self.check_running()    # a server that stops waits for no load
-        if name in request.uses:    # a second use might wait for a load that waits for the end of the first
+        self.check_running()  # a server that stops waits for no load
+        if name in request.uses:  # a second use might wait for a load that waits for the end of the first
             return
         request.model = request.model or name
         started_s = time.monotonic()
@@ -227,7 +225,7 @@ class Services:
         try:
             use = using.result() if using.done() else await asyncio.wrap_future(using)
         except asyncio.CancelledError:
-            using.add_done_callback(_end_unused)    # it may be loaded at this moment
+            using.add_done_callback(_end_unused)  # it may be loaded at this moment
             raise
         except InferenceError as error:
             raise ModelNotReady(error.message, remedy=error.remedy) from error
@@ -241,7 +239,7 @@ class Services:
         return self._sink
 
 
-async def _services(request: Request) -> Services:     # FastAPI would run a plain function on a thread
+async def _services(request: Request) -> Services:  # FastAPI would run a plain function on a thread
     services: Services = request.app.state.services
     return services
 
@@ -273,9 +271,9 @@ def repository_options(settings: ServerSettings) -> RepositoryOptions:
         cache_bytes=settings.cache_bytes,
         load_threads=settings.load_threads,
         max_model_len=settings.context_limit,
-        prefix_cache_folder=None if folder is None else PrefixCacheFolder(
-            path=folder, max_bytes=settings.prefix_cache_disk_byte_size
-        ),
+        prefix_cache_folder=None
+        if folder is None
+        else PrefixCacheFolder(path=folder, max_bytes=settings.prefix_cache_disk_byte_size),
         generation_config=settings.generation_config == "auto",
         override_generation_config=overriding,
         exit_timeout_s=settings.drain_s,

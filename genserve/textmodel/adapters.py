@@ -39,7 +39,7 @@ from genserve.textmodel.runtimes.pipeline_logits import PipelineLogits
 
 logger = logging.getLogger(__name__)
 
-MAX_LOADED = 32     # adapters in memory, unless the config says otherwise
+MAX_LOADED = 32  # adapters in memory, unless the config says otherwise
 
 # The modules of transformers' models by the parts of a layer whose weights they have unchanged.
 _LLAMA = {
@@ -110,7 +110,7 @@ class _Slot:
     """The memory of an adapter; `graphs` has its weights for each graph, once a thread has packed them."""
 
     graphs: Sequence[PackedAdapter] | None = None
-    error: GenserveError | None = None      # why they cannot be packed
+    error: GenserveError | None = None  # why they cannot be packed
     users: list[AcquiredAdapter] = field(default_factory=list)
 
 
@@ -129,7 +129,7 @@ class AcquiredAdapter:
     num_users: int
     priority: int
     on_change: Callable[[], None] = lambda: None
-    slot: _Slot | None = None               # None: it waits for room
+    slot: _Slot | None = None  # None: it waits for room
 
     @property
     def sha256(self) -> str:
@@ -139,7 +139,7 @@ class AcquiredAdapter:
     @property
     def is_ready(self) -> bool:
         """See `LogitsAdapter`."""
-        slot = self.slot        # which the thread that packs may take away
+        slot = self.slot  # which the thread that packs may take away
         return slot is not None and slot.graphs is not None
 
     @property
@@ -176,7 +176,7 @@ class Adapters:
         # Guarded by the condition. The least recently used slot is the first.
         self._known: dict[str, AdapterInfo] = {}
         self._slots: OrderedDict[AdapterInfo, _Slot] = OrderedDict()
-        self._waiting: list[AcquiredAdapter] = []       # for room: by priority, then by arrival
+        self._waiting: list[AcquiredAdapter] = []  # for room: by priority, then by arrival
         self._packing = ThreadPoolExecutor(1, thread_name_prefix=f"adapters-{model}")
 
     def __contains__(self, name: object) -> bool:
@@ -303,7 +303,7 @@ class Adapters:
 
     def _fill(self, slot: _Slot, info: AdapterInfo) -> None:
         with self._changed:
-            if not slot.users:      # all requests for it have ended
+            if not slot.users:  # all requests for it have ended
                 del self._slots[info]
                 self._update()
                 return
@@ -362,7 +362,7 @@ class Adapters:
             packed = self._packed(PeftAdapter(info.folder))
         except RepositoryError as error:
             raise ModelFailed(error.message, remedy=error.remedy) from error
-        _check_files(info)      # they may be written while they are read
+        _check_files(info)  # they may be written while they are read
         return packed
 
     def _read(self, name: str, folder: Path) -> tuple[AdapterInfo, Sequence[PackedAdapter]]:
@@ -381,7 +381,7 @@ class Adapters:
             loaded_s=time.time(),
             file_states=states,
         )
-        if _file_states(folder) != states:      # the digest may be that of other files than were packed
+        if _file_states(folder) != states:  # the digest may be that of other files than were packed
             raise RepositoryError(
                 f"the files of the adapter in {folder} have changed while they were read",
                 remedy="load it when they are written",
@@ -455,7 +455,7 @@ class Adapters:
         if isinstance(self._logits, OnnxLogits | PipelineLogits) and all(
             graph.memory.is_host and graph.adapter_targets for graph in self._logits.graphs
         ):
-            self._modules()     # or requests can choose no adapters of its family
+            self._modules()  # or requests can choose no adapters of its family
             return self._logits.graphs
         raise RepositoryError(
             f"model {self._model!r} has no layers that adapters of requests can change",

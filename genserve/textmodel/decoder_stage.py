@@ -58,15 +58,13 @@ class Decoding:
     """The decoding loop and the plug-ins of a decoder stage."""
 
     decode: DecodeFunction
-    is_default_loop: bool               # the model.py has no `decode`
+    is_default_loop: bool  # the model.py has no `decode`
     plugins: Plugins
-    tool_format: ToolFormat | None      # None: the chat template shows it
-    reasoning_format: str | None = None     # a name; None: the vocabulary shows it
+    tool_format: ToolFormat | None  # None: the chat template shows it
+    reasoning_format: str | None = None  # a name; None: the vocabulary shows it
 
 
-def load_decoding(
-    path: Path, *, name: str, parameters: Mapping[str, str] = MappingProxyType({})
-) -> Decoding:
+def load_decoding(path: Path, *, name: str, parameters: Mapping[str, str] = MappingProxyType({})) -> Decoding:
     """Return `TritonPythonModel().decode` of a decoder stage's model.py, and the model's plug-ins.
 
     A model without `decode` has the default loop. The file is imported like that of other Python models, and

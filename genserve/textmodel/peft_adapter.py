@@ -31,7 +31,7 @@ _OTHER_PRODUCTS = (
 _INITIALIZATIONS = (None, True, False, "eva", "gaussian", "orthogonal")
 
 _TYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
-_MAX_HEADER_BYTES = 100_000_000     # of a safetensors file, as its own reader limits it
+_MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as its own reader limits it
 
 
 def other_product(config: Mapping[str, Any]) -> str | None:
@@ -60,8 +60,8 @@ def scale_of(module: str, rank: int, *, config: Mapping[str, Any]) -> np.float32
 class LowRankProduct:
     """`up @ down` is added to the weight of a module."""
 
-    down: NDArray[np.float32]   # [rank, inputs]
-    up: NDArray[np.float32]     # [outputs, rank], multiplied by the scale
+    down: NDArray[np.float32]  # [rank, inputs]
+    up: NDArray[np.float32]  # [outputs, rank], multiplied by the scale
 
 
 class PeftAdapter:
@@ -81,7 +81,7 @@ class PeftAdapter:
         self._folder = folder
         self.config = _read_config(folder)
         self._tensors = _open_safetensors(folder / WEIGHTS)
-        self.modules: dict[str, dict[str, str]] = {}     # the tensors' names in the file, by part
+        self.modules: dict[str, dict[str, str]] = {}  # the tensors' names in the file, by part
         for name in self._tensors:
             match = LOW_RANK.fullmatch(name.removeprefix(PREFIX))
             if match is None:
@@ -136,7 +136,7 @@ class PeftAdapter:
         return self.modules[module].get(f"lora_{part}.weight")
 
     def _read(self, name: str | None) -> NDArray[np.float32]:
-        assert name is not None     # `shape` has found it
+        assert name is not None  # `shape` has found it
         values = self._tensors[name]
         if values.dtype == np.uint16:
             return (values.astype(np.uint32) << 16).view(np.float32)

@@ -74,14 +74,17 @@ class ContextLimits:
         The words are OpenAI's, in which most clients find both numbers.
         """
         own, limit = self._logits.context_length, self._logits.length_limit
-        if max_length < self._logits.max_length:    # several beams share the KV cache
+        if max_length < self._logits.max_length:  # several beams share the KV cache
             remedy = LengthLimit.MODEL.value
         else:
             remedy = f"{limit}: the model itself takes {own} tokens" if max_length < own else limit.value
             if prompt.num_tokens < own:
                 logger.warning(
                     "model %s rejects a prompt of %d tokens, since its context has %d; %s",
-                    self._name, prompt.num_tokens, max_length, remedy,
+                    self._name,
+                    prompt.num_tokens,
+                    max_length,
+                    remedy,
                 )
         number = f"at least {prompt.num_tokens}" if prompt.is_least else f"{prompt.num_tokens}"
         name = "messages" if field == "messages" else "prompt"

@@ -120,11 +120,11 @@ class TextModel:
         Raises:
             RepositoryError: see `Adapters.load`.
         """
-        assert self.adapters is not None    # the model runs in this process
+        assert self.adapters is not None  # the model runs in this process
         model = copy(self)
         model.base, model.adapter = self, self.adapters.load(name, folder)
         model.name, model.loaded_s, model.weights_bytes = name, time.time(), model.adapter.num_bytes
-        model._calibration = None       # it was fitted to the answers of this model
+        model._calibration = None  # it was fitted to the answers of this model
         model.__dict__.pop("temperatures", None)
         return model
 
@@ -172,7 +172,7 @@ class TextModel:
         try:
             return workers.submit(copy_context().run, work)
         except RuntimeError as error:
-            if "shutdown" not in str(error):    # a thread cannot be started
+            if "shutdown" not in str(error):  # a thread cannot be started
                 raise
             raise Closed(f"model '{self.name}' is being unloaded") from None
 
@@ -239,7 +239,7 @@ class TextModel:
 
     def facts(self) -> dict[str, Any]:
         """Return the fields of receipts that describe this model; see `ModelReceipts.facts`."""
-        assert self.builder.receipts is not None    # the model runs in this process
+        assert self.builder.receipts is not None  # the model runs in this process
         facts = self.builder.receipts.facts(self.logits)
         if self.adapter is not None:
             facts["adapter"] = {"name": self.adapter.name, "sha256": self.adapter.sha256}
@@ -255,7 +255,7 @@ class TextModel:
             return {}
         try:
             is_same = self._calibration.model == calibrated_model(described(self.facts()))
-        except ModelFailed:     # the files have changed since the load
+        except ModelFailed:  # the files have changed since the load
             is_same = False
         if not is_same:
             logger.warning(

@@ -62,7 +62,7 @@ class Request:
     num_slots: int
     num_tokens: int
     priority: int
-    num_steps: int      # the number of steps until the request ends
+    num_steps: int  # the number of steps until the request ends
     began_s: float = 0.0
 
 
@@ -73,7 +73,7 @@ class SimulatedEngine:
         self.admission = control(num_slots=num_slots, **limits)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.preparing: list[tuple[int, int]] = []      # slots and priority
+        self.preparing: list[tuple[int, int]] = []  # slots and priority
         self.now_s = 0.0
         self._num_places = num_slots
 
@@ -146,7 +146,7 @@ class SimulatedEngine:
 def served(*, seconds: float = 2.0, **limits: float | None) -> AdmissionControl:
     """Serve a queue, one request in each step; two long answers are left, which hold both slots."""
     engine = SimulatedEngine(num_slots=2, **limits)
-    engine.now_s = -12 * seconds    # it is served at 0, the time of `join`
+    engine.now_s = -12 * seconds  # it is served at 0, the time of `join`
     for num_steps in (1, *[2] * 10, 99, 99):
         engine.submit(num_steps=num_steps)
     while engine.waiting:
@@ -184,7 +184,7 @@ def test_a_prompt_longer_than_the_limit_is_accepted_if_no_other_waits() -> None:
 def test_a_request_that_would_wait_too_long_is_rejected_on_arrival() -> None:
     admission = served(max_wait_s=14.5)
     for _ in range(5):
-        join(admission)     # the fifth waits for 10 s
+        join(admission)  # the fifth waits for 10 s
     with rejected_for_a_wait_of(12, limit_s=14.5):
         join(admission)
 
@@ -193,19 +193,19 @@ def test_before_the_engine_was_full_no_request_is_rejected_for_its_wait() -> Non
     admission = control(max_wait_s=0.001)
     for _ in range(50):
         join(admission)
-    step(admission, 60.0)   # one is not enough for two slots
+    step(admission, 60.0)  # one is not enough for two slots
     join(admission)
 
 
 def test_before_the_engine_was_full_the_time_that_places_were_held_predicts_the_wait() -> None:
     admission = busy(control(max_wait_s=11.5))
-    for seconds in (3.0, 5.0):      # a round of two slots takes 4 s
+    for seconds in (3.0, 5.0):  # a round of two slots takes 4 s
         admission.record_end(seconds, now_s=0.0)
     for _ in range(4):
-        join(admission)     # the fourth waits for 8 s
+        join(admission)  # the fourth waits for 8 s
     with rejected_for_a_wait_of(12, limit_s=11.5):
         join(admission)
-    join(admission, now_s=100.0)    # the measurement is too old
+    join(admission, now_s=100.0)  # the measurement is too old
 
 
 def test_before_the_engine_was_full_the_running_requests_are_expected_to_end_at_their_time() -> None:
@@ -215,7 +215,7 @@ def test_before_the_engine_was_full_the_running_requests_are_expected_to_end_at_
     admission.record_end(20.0, now_s=0.0)
     with rejected_for_a_wait_of(15, limit_s=10):
         join(admission, now_s=5.0)
-    join(admission, now_s=13.0)     # for 7 s
+    join(admission, now_s=13.0)  # for 7 s
 
 
 def test_a_queue_that_fits_into_the_free_places_rejects_no_request() -> None:
@@ -223,7 +223,7 @@ def test_a_queue_that_fits_into_the_free_places_rejects_no_request() -> None:
     serve_short_of_memory(admission)
     step(admission, 2.0, full=False, num_waiting=0)
     for _ in range(5):
-        join(admission)     # only requests that free slots will take are ahead of the fifth
+        join(admission)  # only requests that free slots will take are ahead of the fifth
     with rejected_for_a_wait_of(4, limit_s=3):
         join(admission)
 
@@ -233,24 +233,24 @@ def test_requests_that_start_together_count_until_the_queue_is_empty() -> None:
     admission.accept(4)
     for _ in range(4):
         step(admission, 8.0, num_started=0, num_waiting=9)
-        step(admission, 1.0, num_started=3, full=False, num_waiting=9)    # four slots were free
+        step(admission, 1.0, num_started=3, full=False, num_waiting=9)  # four slots were free
         step(admission, 1.0, num_started=1, num_waiting=8)
     for _ in range(4):
-        join(admission)     # the fourth waits for 10 s
-    with rejected_for_a_wait_of(19, limit_s=14.5):     # another pause of 9 s
+        join(admission)  # the fourth waits for 10 s
+    with rejected_for_a_wait_of(19, limit_s=14.5):  # another pause of 9 s
         join(admission)
 
 
 def test_no_request_is_accepted_that_would_wait_for_two_rounds_of_answers() -> None:
     engine = SimulatedEngine(num_slots=8, max_wait_s=10)
     for _ in range(24):
-        engine.submit(num_steps=7)      # a round of eight answers takes 7 s
+        engine.submit(num_steps=7)  # a round of eight answers takes 7 s
     while engine.waiting:
         engine.step(1.0)
     arrived_s: dict[Request, float] = {}
     for _ in range(70):
         engine.step(1.0)
-        assert len(engine.running) in (0, 8)    # none at the end of a round
+        assert len(engine.running) in (0, 8)  # none at the end of a round
         request = Request(num_slots=1, num_tokens=1, priority=0, num_steps=7)
         while engine.rejection(request) is None:
             arrived_s[request] = engine.now_s
@@ -280,7 +280,7 @@ def test_at_five_times_the_load_nearly_all_rejections_are_immediate(
     arrived_s: dict[Request, float] = {}
     num_rejected = num_late = num_steps = num_busy = 0
     while engine.now_s < 150.0:
-        is_overloaded = engine.now_s > 30.0     # before, there are as many clients as slots
+        is_overloaded = engine.now_s > 30.0  # before, there are as many clients as slots
         for _ in range(5 * (draw.random() < 32 / mean) if is_overloaded else engine.num_free):
             request = Request(num_slots=1, num_tokens=1, priority=0, num_steps=lengths(draw))
             arrived_s[request] = engine.now_s
@@ -330,7 +330,7 @@ def test_rejected_requests_get_increasing_retry_times() -> None:
         with pytest.raises(Overloaded) as rejected:
             join(admission, now_s=50.0)
         retry_after_s.append(rejected.value.retry_after_s)
-    assert retry_after_s == pytest.approx([*range(1, 12), 11.5])   # later the queue might be empty
+    assert retry_after_s == pytest.approx([*range(1, 12), 11.5])  # later the queue might be empty
     with pytest.raises(Overloaded) as rejected:
         join(admission, now_s=55.0)
     assert rejected.value.retry_after_s == pytest.approx(7.5)
@@ -467,7 +467,7 @@ def test_a_key_may_use_its_share_of_a_queue_that_another_key_fills() -> None:
     admission.accept(12, share=flood)
     with pytest.raises(Overloaded):
         admission.check(1, num_tokens=1, priority=0, now_s=0, share=flood)
-    for _ in range(8):      # two thirds of 12
+    for _ in range(8):  # two thirds of 12
         admission.check(1, num_tokens=1, priority=0, now_s=0, share=other)
         admission.accept(1, share=other)
     with pytest.raises(Overloaded):

@@ -30,7 +30,7 @@ from tests.kernels.linear_calls import (
 Array = NDArray[Any]
 Adapter = list[LowRankPart]
 
-_LAYER = ""     # the name of the layer of `genserve_linear`
+_LAYER = ""  # the name of the layer of `genserve_linear`
 
 
 def shape_of(layer: Layer) -> LinearShape:
@@ -83,7 +83,7 @@ def product(layer: Layer, x: Array, parts: Adapter) -> tuple[Array, Array]:
     total = np.zeros((len(x), layer.out_features))
     off = np.zeros_like(total)
     step = 1e-6 if layer.weight_format == "float32" else 1 / 254
-    x_off = 2 * step * np.abs(values).max(axis=1, keepdims=True, initial=0)     # pairs share 8 bits
+    x_off = 2 * step * np.abs(values).max(axis=1, keepdims=True, initial=0)  # pairs share 8 bits
     for part in parts:
         outputs = slice(part.first, part.first + len(part.up))
         down, up = part.down.T.astype(np.float64), part.up.T.astype(np.float64)
@@ -166,14 +166,16 @@ def test_a_row_has_the_bits_of_its_adapter_alone(weight_format: str, norm: str, 
         rng, in_features=135, out_features=120, weight_format=weight_format, norm=norm, gated=gated
     )
     adapters = [random_adapter(rng, layer, ranks) for ranks in ([16], [4, 0, 7], [0], [8, 3])]
-    rows = rng.integers(-1, len(adapters), 100).tolist()   # a chunk of linear.hpp has 96
+    rows = rng.integers(-1, len(adapters), 100).tolist()  # a chunk of linear.hpp has 96
     x = rng.standard_normal((len(rows), layer.in_features), dtype=np.float32)
-    alone = np.concatenate([
-        adapted(layer, x[i : i + 1], adapters[row : row + 1], [0])
-        if row >= 0
-        else compute(layer, x[i : i + 1])
-        for i, row in enumerate(rows)
-    ])
+    alone = np.concatenate(
+        [
+            adapted(layer, x[i : i + 1], adapters[row : row + 1], [0])
+            if row >= 0
+            else compute(layer, x[i : i + 1])
+            for i, row in enumerate(rows)
+        ]
+    )
     for threads in (1, 2, 5):
         np.testing.assert_array_equal(adapted(layer, x, adapters, rows, threads=threads), alone)
     for size in (7, 64):

@@ -66,9 +66,7 @@ def convert_gguf_adapter(
 
     own_family = next((each for each in FAMILIES.values() if each.name == family), None)
     file, architecture = _open(path, family=own_family, base=base)
-    adapter = _read(
-        file, architecture, path=path, config=config, num_layers=config["num_hidden_layers"]
-    )
+    adapter = _read(file, architecture, path=path, config=config, num_layers=config["num_hidden_layers"])
     if not adapter.added and not adapter.replaced:
         raise ExportError(f"{path} has no tensors of an adapter", remedy="convert the adapter again")
     if adapter.replaced:
@@ -89,7 +87,7 @@ def convert_gguf_adapter(
     fields = {
         "peft_type": "LORA",
         "r": rank,
-        "lora_alpha": rank,     # B is multiplied by the scale
+        "lora_alpha": rank,  # B is multiplied by the scale
         "alpha_pattern": {re.escape(module): own for module, own in ranks.items() if own != rank},
         "target_modules": sorted({module.rpartition(".")[2] for module in ranks}),
     }
@@ -129,7 +127,7 @@ def _read(
             # Matrices of another size are refused when they are merged.
             fits = order is not None and len(order) == len(low.left)
             added[name] = replace(low, left=low.left[order]) if fits else low
-        elif not own_name.endswith(_UP):    # a norm, as mergekit extracts them
+        elif not own_name.endswith(_UP):  # a norm, as mergekit extracts them
             values = tensor.read() - np.float32(names.get(module) in differences)
             replaced[name] = _replacement(values)
     return Adapter(source=path.name, replaced=replaced, added=added)

@@ -175,7 +175,7 @@ async def handle_generation(
         GenserveError: see `submit`, and the model may fail. Once a stream has begun, errors are events of it.
     """
     prompts, params = await offload_if_large(json_cost(request), _read_body, body)
-    _log_request(body.model_name, prompts)      # a model that does not exist has a span, too
+    _log_request(body.model_name, prompts)  # a model that does not exist has a span, too
 
     def generated(_model: TextModel) -> Awaitable[Response]:
         return _generated(
@@ -230,7 +230,7 @@ async def answer_when_loaded(
         GenserveError: see `Services.text_model`, and `answer` may fail.
     """
     if logged := CURRENT_REQUEST.get():
-        logged.model = model_name or ""     # the line of a model that does not exist has its name, too
+        logged.model = model_name or ""  # the line of a model that does not exist has its name, too
     if services.repository.on_demand is None:
         return await answer(services.repository.text_model(model_name))
     loading = asyncio.ensure_future(services.text_model(model_name, keep_alive_s=keep_alive_s))
@@ -370,7 +370,7 @@ async def submit(
             opening = model.run_soon(work, compiles=compiles)
             try:
                 stream = await asyncio.wrap_future(opening)
-            except BaseException:   # the client has left, and the thread may still submit the request
+            except BaseException:  # the client has left, and the thread may still submit the request
                 close_when_open(opening)
                 raise
     except Closed:

@@ -21,7 +21,7 @@ from genserve.text.detokenizer import Detokenizer
 from genserve.text.message_parser import MessageParser, read_delta
 from genserve.text.tokenizer import Tokenizer
 
-ID_PREFIX = "token_id:"      # and the id
+ID_PREFIX = "token_id:"  # and the id
 # What OpenAI writes for a very unlikely token, for clients that require a number; JSON has no infinity.
 UNKNOWN_LOGPROB = -9999.0
 
@@ -30,9 +30,9 @@ UNKNOWN_LOGPROB = -9999.0
 class NamedToken:
     """One token that is possible at a place, with its log-probability."""
 
-    name: str                   # its text, or `token_id:` and its id
-    spelled: bytes              # its bytes, maybe those of a part of a character; empty: it adds none
-    logprob: float | None       # natural log; None: the first token, or unknown
+    name: str  # its text, or `token_id:` and its id
+    spelled: bytes  # its bytes, maybe those of a part of a character; empty: it adds none
+    logprob: float | None  # natural log; None: the first token, or unknown
 
     def as_dict(self, *, unknown: float | None = None) -> dict[str, Any]:
         """Return the token as OpenAI's chats and Ollama write it; `unknown` stands for a logprob of None."""
@@ -46,7 +46,7 @@ class ScoredToken:
 
     text: str
     own: NamedToken
-    top: tuple[NamedToken, ...]     # the most likely tokens in its place, the best first
+    top: tuple[NamedToken, ...]  # the most likely tokens in its place, the best first
 
     def as_dict(self, *, unknown: float | None = None) -> dict[str, Any]:
         """Return the token as OpenAI's chats and Ollama write it, see `NamedToken.as_dict`."""
@@ -123,7 +123,7 @@ class ContentScores:
         self._scores = scores
         self._parser = parser
         self._ahead: deque[tuple[ScoredToken, int]] = deque()  # and the characters of theirs to come
-        self._behind: list[tuple[ScoredToken | None, str]] = []     # text since the content; None: returned
+        self._behind: list[tuple[ScoredToken | None, str]] = []  # text since the content; None: returned
 
     def answer(self, part: Delta | Completion) -> list[ScoredToken]:
         """Return the tokens of the content in the next delta of an answer, or in a whole answer."""
@@ -134,7 +134,7 @@ class ContentScores:
             piece, text = text[:num_chars], text[num_chars:]
             self._behind.append((token, piece))
             found += self._content(self._read(piece))
-            if len(piece) < num_chars:      # the rest is held back, or it is a stop
+            if len(piece) < num_chars:  # the rest is held back, or it is a stop
                 self._ahead.appendleft((token, num_chars - len(piece)))
         if part.finish_reason is not None:
             found += self._content(self._read("", finish_reason=part.finish_reason))

@@ -43,14 +43,14 @@ async def render_completion(body: CompletionBody, services: SharedServices) -> R
 
 
 @router.get("/model_info")
-@router.get("/get_model_info", include_in_schema=False)     # the name in older versions of sglang-router
+@router.get("/get_model_info", include_in_schema=False)  # the name in older versions of sglang-router
 @rules(METADATA)
 async def model_info(services: SharedServices) -> dict[str, Any]:
     """Describe the text model, with SGLang's fields; nulls if there are several."""
     model = _only_model(services)
     return {
         "model_path": model.name if model else None,
-        "tokenizer_path": None,     # a folder of this machine
+        "tokenizer_path": None,  # a folder of this machine
         "is_generation": True,
         "preferred_sampling_params": dict(model.default_sampling_params) if model else None,
         "model_type": None,
@@ -65,7 +65,7 @@ async def server_info(services: SharedServices) -> dict[str, Any]:
     """Describe the server, with SGLang's fields; nulls if there are several text models."""
     model = _only_model(services)
     return {
-        "model_path": None,     # from which sglang-router would download a tokenizer
+        "model_path": None,  # from which sglang-router would download a tokenizer
         "served_model_name": model.name if model else None,
         "version": __version__,
         "tp_size": 1,
@@ -89,7 +89,7 @@ async def _render(
     body.check()
     model = await services.text_model(body.model_name)
     with named_as(body.names):
-        params, prompts = body.params(), body.prompts()     # validated, since the request is generated next
+        params, prompts = body.params(), body.prompts()  # validated, since the request is generated next
         encode = partial(model.encode, add_special_tokens=params.add_special_tokens)
         future = model.run_soon(lambda: [*map(encode, prompts)], compiles=False)
         token_ids = await asyncio.wrap_future(future)
@@ -98,7 +98,7 @@ async def _render(
             "request_id": f"{id_prefix}-{uuid4().hex}",
             "model": model.name,
             "token_ids": list(ids),
-            "features": None,       # images and audio would have some
+            "features": None,  # images and audio would have some
             "stream": bool(body.stream),
         }
         for ids in token_ids

@@ -48,8 +48,8 @@ from genserve.textmodel.text_model import TextModel
 
 router = Router(tag="System One", errors=OPENAI_ERRORS)
 
-MAX_QUESTIONS = 64      # of one request: vLLM's limit
-_MAX_SHOWN = 64         # characters of a question's name, which the client chose
+MAX_QUESTIONS = 64  # of one request: vLLM's limit
+_MAX_SHOWN = 64  # characters of a question's name, which the client chose
 _NOT_SUPPORTED = {
     "assets": "send text: text models read no images",
     "images": "send text: text models read no images",
@@ -132,7 +132,7 @@ class Reads:
 
     reads: Mapping[str, Read]
     logprobs: Mapping[str, Probabilities]
-    temperatures: Mapping[str, float]       # that were fitted, by type of question
+    temperatures: Mapping[str, float]  # that were fitted, by type of question
     records: Sequence[AnswerRecord]
 
     @property
@@ -176,9 +176,7 @@ async def _read(
             reads, temperatures = await asyncio.wrap_future(model.run_soon(preparing, compiles=False))
             requests = [request for read in reads.values() for request in read.requests.values()]
             size = model.max_num_seqs
-            answers, records = await _next_logprobs(
-                services, model, requests[:size], reservation=reservation
-            )
+            answers, records = await _next_logprobs(services, model, requests[:size], reservation=reservation)
         for begin in range(size, len(requests), size):
             more, more_records = await _next_logprobs(services, model, requests[begin : begin + size])
             answers |= more
@@ -186,7 +184,7 @@ async def _read(
     except Closed:
         if services.repository.text_model(body.model) is model:
             raise
-        return await _read(services, body, questions, params)   # another model has taken its place meanwhile
+        return await _read(services, body, questions, params)  # another model has taken its place meanwhile
     return Reads(
         reads=reads,
         logprobs={name: read.logprobs(answers) for name, read in reads.items()},
@@ -235,7 +233,7 @@ async def _next_logprobs(
     )
     try:
         stream = await asyncio.wrap_future(opening)
-    except BaseException:   # the client has left, and the thread may still submit the requests
+    except BaseException:  # the client has left, and the thread may still submit the requests
         close_when_open(opening)
         raise
     if logged := CURRENT_REQUEST.get():

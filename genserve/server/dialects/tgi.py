@@ -163,7 +163,7 @@ class Parameters(DecodingFields):
 
     def _temperature(self) -> float:
         temperature = 1.0 if self.temperature is None else self.temperature
-        if self.use_beam_search:    # any other temperature is rejected with it
+        if self.use_beam_search:  # any other temperature is rejected with it
             return 0.0 if temperature == 1.0 else temperature
         return temperature if self.draws else 0.0
 
@@ -237,7 +237,7 @@ class _TgiRequest:
 
     body: GenerateBody
     stream: bool = False
-    in_list: bool = False       # a whole answer is a list of one object
+    in_list: bool = False  # a whole answer is a list of one object
     started_s: float = field(default_factory=time.monotonic)
     num_choices: int = 1
 

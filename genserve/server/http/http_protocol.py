@@ -55,7 +55,7 @@ _MIN_BYTES_PER_S = 1024
 _LINGER_S = 2
 # Longer rests of bodies that have been answered end their connection.
 _MAX_DROPPED_BYTES = 2**20
-_HOST = re.compile(rb"[A-Za-z0-9._~%!$&'()*+,;=:\[\]-]*")     # RFC 3986, section 3.2.2
+_HOST = re.compile(rb"[A-Za-z0-9._~%!$&'()*+,;=:\[\]-]*")  # RFC 3986, section 3.2.2
 _CHECKED = frozenset({b"expect", b"host", b"transfer-encoding"})
 
 
@@ -88,14 +88,14 @@ class HttpProtocol(HttpToolsProtocol):
         self._handover = handover
         self._is_surplus = False
         self.reading = _NOTHING
-        self.num_requests = 0                       # that have begun
-        self._num_hosts = 0                         # Host headers of the current one
+        self.num_requests = 0  # that have begun
+        self._num_hosts = 0  # Host headers of the current one
         self._is_chunked = False
-        self._data_bytes = 0                        # that are being parsed
-        self._unparsed_bytes = 0                    # the bytes of a head that is not complete
-        self.body_bytes = self._num_chunks = 0      # what the current request has sent so far
-        self._max_body_bytes = math.inf             # set when the rest is not needed
-        self._ended = False                         # what arrives from now on is dropped
+        self._data_bytes = 0  # that are being parsed
+        self._unparsed_bytes = 0  # the bytes of a head that is not complete
+        self.body_bytes = self._num_chunks = 0  # what the current request has sent so far
+        self._max_body_bytes = math.inf  # set when the rest is not needed
+        self._ended = False  # what arrives from now on is dropped
         self._lingering_since_s: float | None = None
         self._pace = _Pace(self, settings)
 
@@ -120,7 +120,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.fail(_malformed(error))
         else:
             if self.reading == _BODY:
-                if self.body_bytes > self._max_body_bytes:      # of a body whose answer has ended
+                if self.body_bytes > self._max_body_bytes:  # of a body whose answer has ended
                     self._linger()
             elif is_in_head and self.reading == _HEAD and request == self.num_requests:
                 # The parser keeps an unfinished header field to itself.
@@ -134,7 +134,7 @@ class HttpProtocol(HttpToolsProtocol):
         Java's HttpClient offers HTTP/2 with each first request, and the parser would skip its body.
         """
         method = self.parser.get_method()
-        if method == b"CONNECT":    # which is an upgrade without the headers of one
+        if method == b"CONNECT":  # which is an upgrade without the headers of one
             self.fail(MalformedRequest("the server is not a proxy"))
             return
         head = _head_without_upgrade(method, self.url, self.headers)
@@ -318,9 +318,9 @@ class HttpProtocol(HttpToolsProtocol):
 class _Progress(NamedTuple):
     """How far a client was when its time began."""
 
-    phase: object       # which part of which request a sender sends
+    phase: object  # which part of which request a sender sends
     since_s: float
-    num_bytes: int      # received of the body, or waiting for the reader
+    num_bytes: int  # received of the body, or waiting for the reader
 
 
 class _Pace:
@@ -413,7 +413,7 @@ def _num_sent_and_unread(transport: asyncio.BaseTransport) -> int:
     import fcntl
     import termios
 
-    with suppress(OSError):     # it has just been closed
+    with suppress(OSError):  # it has just been closed
         answer = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
         return int.from_bytes(answer, sys.byteorder)
     return 0

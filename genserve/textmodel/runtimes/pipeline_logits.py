@@ -37,7 +37,7 @@ from genserve.textmodel.runtimes.onnx_logits import LogitsGraph, check_written_c
 
 logger = logging.getLogger(__name__)
 
-_MEASURED_TOKENS = 32       # a forward of so many tokens is compared with a forward of one
+_MEASURED_TOKENS = 32  # a forward of so many tokens is compared with a forward of one
 _MAX_MICRO_BATCHES = 16
 # The cost of a micro-batch besides the runs of its stages: two threads wake each other.
 _HANDOVER_S = 1e-4
@@ -164,7 +164,7 @@ class PipelineLogits(CachedLogits):
     def _run_overlapped(self, parts: Sequence[tuple[ForwardBatch, slice]]) -> None:
         """Run micro-batches, each with the rows of its logits."""
         started: list[Future[Any]] = []
-        inputs: list[Future[Any]] = []      # the inputs of the last stage
+        inputs: list[Future[Any]] = []  # the inputs of the last stage
         try:
             for part, _ in parts:
                 before = None
@@ -209,7 +209,12 @@ class PipelineLogits(CachedLogits):
             costs.append(StageCost(run_s=max(0.0, one_s - token_s), token_s=token_s))
             logger.info(
                 "%s on %s:%d: %.2f ms for 1 token, %.2f ms for %d",
-                path.name, stage.memory.device, stage.memory.device_id, one_s * 1e3, several_s * 1e3, several,
+                path.name,
+                stage.memory.device,
+                stage.memory.device_id,
+                one_s * 1e3,
+                several_s * 1e3,
+                several,
             )
         return tuple(costs)
 

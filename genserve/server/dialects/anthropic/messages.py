@@ -97,7 +97,7 @@ async def messages(body: MessagesBody, services: SharedServices, request: Reques
         ping=_PING,
     )
     if logged := CURRENT_REQUEST.get():
-        response.headers["request-id"] = logged.id      # Anthropic's name of it
+        response.headers["request-id"] = logged.id  # Anthropic's name of it
     return response
 
 
@@ -240,16 +240,14 @@ class _MessageFrames(Frames):
         self._parser = submitted.message_parser()
         self._head = _head(submitted)
         self._num_prompt_tokens = len(submitted.prompts[0])
-        self._kind = ""         # the kind of the block that is being written; empty: none
-        self._index = -1        # the index of that block
-        self._call = -1         # the index of the tool call that is being written
-        self._before = self._after = ""     # what surrounds the text of a delta
+        self._kind = ""  # the kind of the block that is being written; empty: none
+        self._index = -1  # the index of that block
+        self._call = -1  # the index of the tool call that is being written
+        self._before = self._after = ""  # what surrounds the text of a delta
 
     def start(self, *, num_cached_tokens: int) -> bytes:
         usage = _usage(
-            Usage(
-                prompt_tokens=self._num_prompt_tokens, completion_tokens=0, cached_tokens=num_cached_tokens
-            )
+            Usage(prompt_tokens=self._num_prompt_tokens, completion_tokens=0, cached_tokens=num_cached_tokens)
         )
         ending = {"stop_reason": None, "stop_sequence": None}
         message = self._head | {"content": [], **ending, "usage": usage}

@@ -121,7 +121,7 @@ async def _handle(
             stream_response=streams or EventStream,
         )
 
-    if services.repository.on_demand is not None:   # an invalid request loads nothing
+    if services.repository.on_demand is not None:  # an invalid request loads nothing
         body.check()
         with named_as(body.names):
             body.generation_config.params()
@@ -233,7 +233,7 @@ class _CandidateReader:
         if config.response_logprobs:
             self._scores = content_scores(submitted, submitted.message_parser())
         self._shows_thoughts = bool(config.thinking_config.include_thoughts)
-        self._calls: list[ToolCallDelta] = []   # clients expect whole calls
+        self._calls: list[ToolCallDelta] = []  # clients expect whole calls
         self.usage: Usage | None = None
 
     def read(self, part: Delta | Completion) -> dict[str, Any]:

@@ -76,8 +76,8 @@ from genserve.textmodel.tool_calling import ToolCalling
 # The version of Ollama whose API this is; clients compare it with the one that they need.
 _API_VERSION = "0.24.0"
 TAG = ":latest"
-_PLAIN_TEMPLATE = "{{ .Prompt }}"     # of a model without a chat template
-_NEVER = "2318-01-01T00:00:00Z"     # models stay loaded; Ollama writes such a year, too
+_PLAIN_TEMPLATE = "{{ .Prompt }}"  # of a model without a chat template
+_NEVER = "2318-01-01T00:00:00Z"  # models stay loaded; Ollama writes such a year, too
 # Ollama has no word for a passed deadline, nor for a text that repeats itself: `stop_reason` has ours.
 _DONE_REASONS = {
     FinishReason.STOP: "stop",
@@ -90,7 +90,7 @@ def ollama_error(error: GenserveError) -> dict[str, Any]:
     """Return the error body of Ollama's dialect; its clients show nothing but the message."""
     error = redacted_error(error)
     if isinstance(error, ContextLengthExceeded) and error.num_tokens is not None:
-        over = error.num_tokens + 1 - (error.max_length or 0)    # the answer needs one
+        over = error.num_tokens + 1 - (error.max_length or 0)  # the answer needs one
         # Ollama's words, in which clients look for the length of a chat.
         return {"error": f"prompt too long; exceeded max context length by {over} tokens; {error.remedy}"}
     return {"error": full_message(error)}
@@ -220,8 +220,9 @@ def _described_encoder(listed: ListedEncoder) -> dict[str, Any]:
     written_s, details = _of_files(listed.weights)
     sizes = {"context_length": model.max_length or 0, "embedding_length": model.size}
     return {
-        **_facts(model.name, details=details, sizes=sizes, capabilities=[model.capability],
-                 written_s=written_s),
+        **_facts(
+            model.name, details=details, sizes=sizes, capabilities=[model.capability], written_s=written_s
+        ),
         "parameters": "",
         "template": _PLAIN_TEMPLATE,
     }
@@ -243,7 +244,7 @@ def _facts(
         "model_info": {
             "general.architecture": family,
             "general.basename": name,
-            **{f"{family}.{of}": size for of, size in sizes.items() if size > 0},   # others are unknown
+            **{f"{family}.{of}": size for of, size in sizes.items() if size > 0},  # others are unknown
         },
         "capabilities": capabilities,
         "modified_at": _written_time(written_s),
@@ -463,7 +464,7 @@ async def _handle(body: OllamaBody, services: Services, request: Request) -> Res
     on_demand = services.repository.on_demand
     if on_demand is not None:
         with named_as(body.names):
-            body.params()       # an invalid request loads nothing
+            body.params()  # an invalid request loads nothing
         if body.is_empty and keep_alive_s == 0:
             leaving = name or services.repository.only_text_model_name()
             if leaving not in services.repository.lifecycle.entries:
@@ -484,7 +485,7 @@ async def _handle(body: OllamaBody, services: Services, request: Request) -> Res
             )
         generation.check()
         with named_as(body.names):
-            body.params()       # the options of a load request are validated, too
+            body.params()  # the options of a load request are validated, too
         return _without_text(body, model.name, reason="load")
 
     try:
@@ -580,7 +581,7 @@ class _LineFrames(Frames):
         self._generation = generation
         self._parser = submitted.message_parser()
         self._scores = generation.scores(submitted)
-        self._calls: list[ToolCallDelta] = []   # clients expect whole calls
+        self._calls: list[ToolCallDelta] = []  # clients expect whole calls
 
     def delta(self, delta: Delta) -> bytes:
         read = read_delta(self._parser, delta)
