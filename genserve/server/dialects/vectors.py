@@ -248,10 +248,13 @@ def _checked(
     """Return the token ids of a text, truncated if the request asks for it; raises InvalidRequest."""
     if not ids:
         raise InvalidRequest(f"{field} is empty", field=field, remedy="give at least one token")
-    if not 0 <= min(ids) <= max(ids) < vocab_size:
-        raise InvalidRequest(
-            f"{field} has a token that the model does not have", field=field, remedy=f"it has {vocab_size}"
-        )
+    for token_id in (min(ids), max(ids)):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"{field} has the token id {token_id}, which the model does not have",
+                field=field,
+                remedy=f"its token ids are from 0 to {vocab_size - 1}",
+            )
     limit = model.max_length
     if limit is None or len(ids) <= limit:
         return ids

@@ -103,6 +103,16 @@ def test_a_bad_request_names_its_field(http, fields, field):
     assert (response.status_code, response.json()["error"]["param"]) == (400, field)
 
 
+@pytest.mark.parametrize("token_id", [-1, len(WORDS)])
+def test_an_unknown_token_id_is_named(http, token_id):
+    response = http.post("/v1/embeddings", json={"model": "vectors", "input": [[1], [1, token_id, 2]]})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == (
+        f"input[1] has the token id {token_id}, which the model does not have; "
+        f"its token ids are from 0 to {len(WORDS) - 1}"
+    )
+
+
 def test_a_model_that_is_not_there_or_of_another_kind_is_not_found(http):
     for model in ("no", "vectors_tokenizer"):
         assert http.post("/v1/embeddings", json={"model": model, "input": "sea"}).status_code == 404
