@@ -18,14 +18,14 @@ from safetensors.numpy import load_file, save_file
 
 from genserve.errors import ExportError, MissingDependency
 from genserve.export import ExportReport, FileFormat, Precision, SilentProgress, export_model
-from genserve.export.export_options import Unit
+from genserve.export.export_options import ExportFormat, Unit
 from genserve.export.model_folders import ModelFolders
 from genserve.llm import LLM
 from genserve.repository.model_validation import repository_diagnostics
 from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
 from tests.export import tiny_models
 from tests.export.ggufs import write_gguf
-from tests.export.graphs import write_graph
+from tests.export.graphs import conversion_of, write_graph
 from tests.support.representatives import with_extended
 from tests.support.tiny_llama import tiny_llama_checkpoint, tiny_tokenizer
 
@@ -152,10 +152,14 @@ def test_torchscript_is_one_file_with_its_sizes(
     assert loaded.kv_cache_bytes == 2 * 256 * (2 * 2 * 2 * 16) * (4 if precision == "fp32" else 2)
 
 
-def test_the_default_precision_depends_on_the_format(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    assert export(tiny_checkpoint, tmp_path / "a", precision=None).precision == "int8"
-    scripted = export(tiny_checkpoint, tmp_path / "b", file_format="torchscript", precision=None)
-    assert scripted.precision == "fp32"
+@pytest.mark.parametrize(
+    ("export_format", "precision"), [(ExportFormat.ONNX, "int8"), (ExportFormat.TORCHSCRIPT, "fp32")]
+)
+def test_the_default_precision_depends_on_the_format(
+    tiny_checkpoint: Path, export_format: ExportFormat, precision: Precision
+) -> None:
+    conversion = conversion_of(tiny_checkpoint, precision=None, export_format=export_format)
+    assert conversion.layout.precision == precision
 
 
 def test_a_precision_that_the_format_does_not_support_is_rejected(
