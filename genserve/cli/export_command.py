@@ -15,6 +15,7 @@ from genserve.store import default_repository, described, display_path, reposito
 if TYPE_CHECKING:
     from genserve.export import EncoderReport, ExportReport
 
+
 @dataclass(frozen=True, kw_only=True)
 class _GraphFlags(RepositoryFlags):
     """The flags of both commands, about the graph to write."""
@@ -183,8 +184,7 @@ def _export_adapter(flags: ExportFlags, repository: Path, *, base: str) -> None:
     from genserve.export.adapters.adapter_model import export_adapter
 
     folder = Path(flags.source).expanduser().resolve()
-    kept = ("model_repository", "source", "name", "base", "overwrite")
-    if any(getattr(flags, one.name) != one.default for one in fields(flags) if one.name not in kept):
+    if _given(flags) - {"model_repository", "source", "name", "base", "overwrite"}:
         raise ExportError(
             f"{folder.name} is an adapter of {base}, and a flag is for models",
             remedy="give only --name, --overwrite, and where the adapter goes",
@@ -218,14 +218,19 @@ def _export_encoder(flags: ExportFlags, repository: Path) -> None:
 
 
 def _require_flags_of_encoders(flags: _GraphFlags, name: str) -> None:
-    of_text_models = (
+    of_text_models = {
         "kv_cache", "pipeline_stages", "beside", "file_format", "adapter", "base", "allow_pickled_weights",
-    )  # fmt: skip
-    if any(getattr(flags, one.name) != one.default for one in fields(flags) if one.name in of_text_models):
+    }  # fmt: skip
+    if _given(flags) & of_text_models:
         raise ExportError(
             f"{name} is exported as an encoder, and a flag is for models that generate text",
             remedy="give only --precision, --pooling, --max-sequence-length, --overwrite, and where it goes",
         )
+
+
+def _given(flags: _GraphFlags) -> set[str]:
+    """Return the names of the flags that do not have their defaults."""
+    return {one.name for one in fields(flags) if getattr(flags, one.name) != one.default}
 
 
 def _print_encoder_report(report: EncoderReport) -> None:
@@ -267,29 +272,31 @@ def pull(flags: PullFlags) -> None:
     from genserve.export import pull as pull_model
 
     repository = flags.model_repository or default_repository()
-    encoder = known_encoder(flags.name)
-    if encoder:
+    report: EncoderReport | ExportReport | None
+    if encoder := known_encoder(flags.name):
         _require_flags_of_encoders(flags, encoder.name)
-    report = pull_encoder(
-        encoder,
-        repository=repository,
-        precision=flags.precision,
-        max_sequence_length=flags.max_sequence_length,
-        overwrite=flags.overwrite,
-        delete_download=flags.delete_download,
-        progress=ConsoleProgress(),
-    ) if encoder else pull_model(
-        flags.name,
-        repository=repository,
-        precision=flags.precision,
-        kv_cache=flags.kv_cache,
-        pipeline_stages=flags.pipeline_stages,
-        max_sequence_length=flags.max_sequence_length,
-        beside=flags.beside,
-        overwrite=flags.overwrite,
-        delete_download=flags.delete_download,
-        progress=ConsoleProgress(),
-    )
+        report = pull_encoder(
+            encoder,
+            repository=repository,
+            precision=flags.precision,
+            max_sequence_length=flags.max_sequence_length,
+            overwrite=flags.overwrite,
+            delete_download=flags.delete_download,
+            progress=ConsoleProgress(),
+        )
+    else:
+        report = pull_model(
+            flags.name,
+            repository=repository,
+            precision=flags.precision,
+            kv_cache=flags.kv_cache,
+            pipeline_stages=flags.pipeline_stages,
+            max_sequence_length=flags.max_sequence_length,
+            beside=flags.beside,
+            overwrite=flags.overwrite,
+            delete_download=flags.delete_download,
+            progress=ConsoleProgress(),
+        )
     if report is None:
         target = f" in {flags.precision}" if flags.precision else ""
         print(f"{flags.name} is already in {described(repository)}; --overwrite exports it again{target}")

@@ -355,15 +355,14 @@ class OpenedModel:
     default_sampling_params: SamplingOptions    # the options that the model recommends
 
 
-@contextmanager
 def open_model(
     name: str | None,
     *,
     repository: Path | None,
     server: RemoteServer | None,
     max_model_len: str | None = None,
-) -> Iterator[OpenedModel]:
-    """Load a model, or find it on a server; without a name, the only or the default model.
+) -> AbstractContextManager[OpenedModel]:
+    """Load a model, or find it on a server, for a `with`; without a name, the only or the default model.
 
     A missing local model is pulled, see `bring_model`.
 
@@ -377,11 +376,8 @@ def open_model(
         GenserveError: the model does not exist or cannot be loaded, or the server does not answer.
     """
     if server:
-        opening = _remote_model(name, server=server)
-    else:
-        opening = _local_model(name, repository=repository, max_model_len=max_model_len)
-    with opening as opened:
-        yield opened
+        return _remote_model(name, server=server)
+    return _local_model(name, repository=repository, max_model_len=max_model_len)
 
 
 class ModelSwitch:
