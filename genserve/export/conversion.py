@@ -14,7 +14,7 @@ import numpy as np
 
 from genserve.errors import ExportError
 from genserve.export.checkpoints.checkpoint import Checkpoint, StoredRows
-from genserve.export.checkpoints.expert_tensors import TransposedStacks, with_stacks
+from genserve.export.checkpoints.expert_tensors import with_stacks
 from genserve.export.decoder import Decoder
 from genserve.export.decoder_weights import DecoderWeights, is_used, tensor_sources
 from genserve.export.export_options import CacheType, ExportFormat, ExportReport, Precision, Progress
@@ -356,19 +356,16 @@ def _write_checked(
     return parity, kept
 
 
-def _transposed_stacks(conversion: Conversion | TracedConversion) -> TransposedStacks | None:
-    return conversion.family.transposed_stacks if isinstance(conversion, Conversion) else None
-
-
 def _reference(conversion: Conversion | TracedConversion, *, progress: Progress) -> Reference:
     checkpoint = conversion.layout.checkpoint
     if conversion.recording is not None:
         return conversion.recording.reference(checkpoint, norms=conversion.norms)
     from genserve.export.source_model import run_source
 
+    transposed = conversion.family.transposed_stacks if isinstance(conversion, Conversion) else None
     with progress.task("running the source", total=checkpoint.num_bytes, unit="bytes") as advance:
         return run_source(
-            with_stacks(checkpoint.reporting(advance), transposed=_transposed_stacks(conversion)),
+            with_stacks(checkpoint.reporting(advance), transposed=transposed),
             context_length=conversion.layout.dimensions.context_length,
             norms=conversion.norms,
         )

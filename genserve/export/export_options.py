@@ -20,7 +20,8 @@ Precision = Literal["int8", "int4", "fp16", "fp32", "source"]
 CacheType = Literal["float", "int8"]            # type of the KV cache; float: fp16, or fp32 in an fp32 export
 Pooling = Literal["mean", "cls", "last"]        # from the hidden states of a text to its vector
 FileFormat = Literal["onnx", "torchscript"]     # the file format that the user requests for the logits model
-
+# The types of models that are exported as encoders, if their files state no pooling.
+ENCODER_TYPES = frozenset({"bert", "roberta", "xlm-roberta", "mpnet", "modernbert"})
 
 Unit = Literal["", "bytes"]                     # of a task's work, if it is displayed
 

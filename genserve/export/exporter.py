@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from genserve.backends.libraries import import_onnxruntime, require_export_packages
 from genserve.errors import ExportError
 from genserve.export.export_options import (
+    ENCODER_TYPES,
     CacheType,
     ExportFormat,
     ExportReport,
@@ -21,9 +22,6 @@ from genserve.export.export_options import (
     Progress,
 )
 from genserve.export.model_folders import ModelFolders
-
-# The types of models that are exported as encoders.
-_ENCODERS = frozenset({"bert", "roberta", "xlm-roberta", "mpnet", "modernbert"})
 
 if TYPE_CHECKING:
     from genserve.export.reference import Recording
@@ -129,7 +127,7 @@ def is_encoder(source: str) -> bool:
     except (OSError, ValueError):
         return False
     is_pooled = (folder / "modules.json").exists()      # of sentence-transformers
-    return isinstance(config, dict) and (is_pooled or config.get("model_type") in _ENCODERS)
+    return isinstance(config, dict) and (is_pooled or config.get("model_type") in ENCODER_TYPES)
 
 
 def _find_recording(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -20,6 +24,31 @@ from genserve.export.reference import Positions, Reference, text_ids
 from genserve.sampling.logits_array import FloatArray
 
 _LARGE = 1 << 25    # numbers of a weight that is not in memory as a whole
+
+
+@contextmanager
+def export_errors(problem: str, *, remedy: str) -> Iterator[None]:
+    """Turn any exception of transformers or torch into an ExportError that says what the problem is."""
+    try:
+        yield
+    except ExportError:
+        raise
+    except Exception as error:
+        # Shorten the text, because transformers lists all models that it knows.
+        reason = shorten(str(error.__cause__ or error), width=300) or type(error).__name__
+        raise ExportError(f"{problem}: {reason}", remedy=remedy) from error
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Silence the warnings of torch and transformers, which are meant for authors of models."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(logging.NOTSET)
 
 
 def run_source(

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import shorten
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -16,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from genserve.errors import ExportError
 from genserve.export.checkpoints.checkpoint import Checkpoint
 from genserve.export.decoder import Cache, Dimensions
 from genserve.export.export_options import ExportFormat, Precision, Progress
@@ -24,7 +20,7 @@ from genserve.export.families import FAMILIES, architecture
 from genserve.export.layout import ModelLayout
 from genserve.export.model_folders import ModelFolders
 from genserve.export.reference import Reference
-from genserve.export.source_model import source_model
+from genserve.export.source_model import export_errors, source_model, without_warnings
 from genserve.textmodel.runtimes.growing_logits import GrowingLogits
 
 _DEFAULT_CONTEXT = 2048  # tokens, for configs that do not state a context length
@@ -45,7 +41,7 @@ class TracedConversion:
         Raises:
             ExportError: transformers has no such model, or its layers have keys and values of several sizes.
         """
-        with _as_export_error(checkpoint):
+        with _trace_errors(checkpoint):
             dimensions = _dimensions(checkpoint)
         layout = ModelLayout(
             folders=folders,
@@ -66,11 +62,11 @@ class TracedConversion:
         checkpoint, dimensions = self.layout.checkpoint, self.layout.dimensions
         path = version / ExportFormat.TRACED.file_name
         with progress.task("tracing", total=checkpoint.num_bytes, unit="bytes") as advance:
-            with _as_export_error(checkpoint), _quiet():
+            with _trace_errors(checkpoint), without_warnings():
                 program = _export(source_model(checkpoint.reporting(advance)), dimensions)
             program.model.metadata_props.update(self.layout.metadata(family="traced"))
             program.save(str(path), external_data=True)
-            with _as_export_error(checkpoint):
+            with _trace_errors(checkpoint):
                 GrowingLogits(path, max_num_seqs=1)  # ONNX Runtime lacks some operators that torch writes
         return {}
 
@@ -153,30 +149,8 @@ def _export(model: nn.Module, sizes: Dimensions) -> Any:
     )
 
 
-@contextmanager
-def _as_export_error(checkpoint: Checkpoint) -> Iterator[None]:
-    """Turn any exception of transformers or torch into an ExportError."""
-    try:
-        yield
-    except ExportError:
-        raise
-    except Exception as error:
-        name = architecture(checkpoint.config)
-        # Shorten the text, because transformers lists all models that it knows.
-        reason = shorten(str(error.__cause__ or error), width=200) or type(error).__name__
-        raise ExportError(
-            f"{checkpoint.source} has the architecture {name}, which cannot be traced: {reason}",
-            remedy=f"known architectures: {', '.join(sorted(FAMILIES))}",
-        ) from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the warnings of torch and transformers, which are meant for authors of models."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
-        try:
-            yield
-        finally:
-            logging.disable(logging.NOTSET)
+def _trace_errors(checkpoint: Checkpoint) -> AbstractContextManager[None]:
+    return export_errors(
+        f"{checkpoint.source} has the architecture {architecture(checkpoint.config)}, which cannot be traced",
+        remedy=f"known architectures: {', '.join(sorted(FAMILIES))}",
+    )

@@ -41,7 +41,7 @@ class LowRank:
     magnitude_of: Literal["rows", "columns"] = "rows"
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[int, int]:
         """The shape of the matrix."""
         return self.left.shape[0], self.right.shape[1]
 
@@ -56,8 +56,7 @@ class LowRank:
         @cache
         def column_factors() -> FloatArray:
             assert magnitude is not None
-            shape = self.left.shape[0], self.right.shape[1]
-            parts = Rows(shape, lambda start, stop: total(slice(start, stop))).parts()
+            parts = Rows(self.shape, lambda start, stop: total(slice(start, stop))).parts()
             norms = np.linalg.norm([np.linalg.norm(part, axis=0) for part in parts], axis=0)
             factors: FloatArray = magnitude / norms
             return factors

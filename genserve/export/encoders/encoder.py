@@ -7,15 +7,11 @@ a `pooling` any model that generates text. The graph is traced from the code of 
 from __future__ import annotations
 
 import json
-import logging
 import time
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from string import Template
-from textwrap import shorten
 
 import numpy as np
 import torch
@@ -27,6 +23,7 @@ from genserve.export.encoders.encoder_graph import write_graph
 from genserve.export.encoders.encoder_source import Encoder, EncoderModule, read_encoder
 from genserve.export.export_options import EncoderReport, Pooling, Precision, Progress
 from genserve.export.model_folders import EncoderFolders, install_encoder, writing_into
+from genserve.export.source_model import export_errors, without_warnings
 from genserve.files import staging_folder
 from genserve.sampling.logits_array import FloatArray
 from genserve.text.tokenizer import Tokenizer
@@ -99,11 +96,11 @@ def export_encoder(
             f"{folder} has no tokenizer.json",
             remedy="write it with AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
         )
-    with progress.task("reading the checkpoint"), _as_export_error(folder):
+    with progress.task("reading the checkpoint"), _conversion_errors(folder):
         encoder, module = read_encoder(folder, pooling=pooling, max_length=max_sequence_length)
     with writing_into(repository), staging_folder(repository, name) as staged:
         version = _write_files(staged, folders, folder, encoder)
-        with progress.task(f"converting to {precision}"), _as_export_error(folder), _quiet():
+        with progress.task(f"converting to {precision}"), _conversion_errors(folder), without_warnings():
             write_graph(version, module, encoder, precision=precision, source=folder.name)
         with progress.task("comparing with the source"):
             distance = _distance(staged, folders, module, encoder)
@@ -227,28 +224,8 @@ def _comparable(output: FloatArray, encoder: Encoder) -> FloatArray:
     return normalized(vectors)
 
 
-@contextmanager
-def _as_export_error(folder: Path) -> Iterator[None]:
-    """Turn any exception of transformers or torch into an ExportError."""
-    try:
-        yield
-    except ExportError:
-        raise
-    except Exception as error:
-        reason = shorten(str(error.__cause__ or error), width=300) or type(error).__name__
-        raise ExportError(
-            f"the encoder {folder.name} cannot be converted: {reason}",
-            remedy="export a checkpoint in safetensors of an architecture that transformers has",
-        ) from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the warnings of torch and transformers, which are meant for authors of models."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
-        try:
-            yield
-        finally:
-            logging.disable(logging.NOTSET)
+def _conversion_errors(folder: Path) -> AbstractContextManager[None]:
+    return export_errors(
+        f"the encoder {folder.name} cannot be converted",
+        remedy="export a checkpoint in safetensors of an architecture that transformers has",
+    )

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from genserve.errors import ExportError
+from genserve.export.export_options import ENCODER_TYPES
 
 # The most tokens of a text where the checkpoint allows more: attention takes the square of them in memory.
 _LONGEST_TEXT = 8192
 _MODES = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
 _ACTIVATIONS = {"Identity": nn.Identity, "Tanh": nn.Tanh, "ReLU": nn.ReLU, "GELU": nn.GELU}
-_CLASSIFIERS = frozenset({"bert", "roberta", "xlm-roberta", "mpnet", "modernbert"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +105,10 @@ def read_encoder(
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     architecture = (config.architectures or [""])[0]
     is_classifier = architecture.endswith("ForSequenceClassification")
-    if is_classifier and config.model_type not in _CLASSIFIERS:
+    if is_classifier and config.model_type not in ENCODER_TYPES:
         raise ExportError(
             f"{folder.name} has the architecture {architecture}, which is not supported",
-            remedy=f"export a classifier of one of {', '.join(sorted(_CLASSIFIERS))}",
+            remedy=f"export a classifier of one of {', '.join(sorted(ENCODER_TYPES))}",
         )
     kind = AutoModelForSequenceClassification if is_classifier else AutoModel
     model = kind.from_pretrained(
