@@ -42,10 +42,10 @@ class Quality:
     """How closely a model's graph agrees with its source, as the export measured it."""
 
     precision: str
-    kv_cache: str               # "float" or "int8"
-    top1_agreement: float       # share of positions with the same likeliest token
+    kv_cache: str  # "float" or "int8"
+    top1_agreement: float  # share of positions with the same likeliest token
     perplexity_ratio: float
-    divergence: float           # Kullback-Leibler divergence, nats per token
+    divergence: float  # Kullback-Leibler divergence, nats per token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +53,10 @@ class LocalModel:
     """One text model of a repository."""
 
     name: str
-    size_bytes: int                     # size of the newest version of each stage, in total
-    quality: Quality | None             # None: the graph was not exported by genserve
-    missing: tuple[str, ...]            # the stages whose folder or file is missing
-    base: str | None = None             # the model whose adapter it is; None: it is no adapter
+    size_bytes: int  # size of the newest version of each stage, in total
+    quality: Quality | None  # None: the graph was not exported by genserve
+    missing: tuple[str, ...]  # the stages whose folder or file is missing
+    base: str | None = None  # the model whose adapter it is; None: it is no adapter
 
 
 def local_models(repository: Path) -> list[LocalModel]:
@@ -350,9 +350,9 @@ class OpenedModel:
     """A loaded model, in this process or on a server."""
 
     name: str
-    max_length: int | None      # the context length in tokens; None: unknown
+    max_length: int | None  # the context length in tokens; None: unknown
     text_model: TextGenerator
-    default_sampling_params: SamplingOptions    # the options that the model recommends
+    default_sampling_params: SamplingOptions  # the options that the model recommends
 
 
 def open_model(
@@ -509,9 +509,7 @@ class _RemoteModel:
     def chat_stream(
         self, messages: Messages, *, return_progress: bool = False, **options: Unpack[SamplingOptions]
     ) -> Stream:
-        return self.client.chat_stream(
-            messages, model=self.name, return_progress=return_progress, **options
-        )
+        return self.client.chat_stream(messages, model=self.name, return_progress=return_progress, **options)
 
     def complete(self, prompts: Prompts, **options: Unpack[SamplingOptions]) -> tuple[Completion, ...]:
         return self.client.complete(prompts, model=self.name, **options)
@@ -520,6 +518,4 @@ class _RemoteModel:
         return self.client.tokenize(prompt, model=self.name, add_special_tokens=add_special_tokens)
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        return self.client.detokenize(
-            token_ids, model=self.name, skip_special_tokens=skip_special_tokens
-        )
+        return self.client.detokenize(token_ids, model=self.name, skip_special_tokens=skip_special_tokens)

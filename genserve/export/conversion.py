@@ -160,9 +160,7 @@ class Conversion:
             reporting = checkpoint.reporting(advance)
             return self._write(version, checkpoint=reporting, activations=reference.activations)
 
-    def _write(
-        self, version: Path, *, checkpoint: Checkpoint, activations: Mapping[str, FloatArray]
-    ) -> Kept:
+    def _write(self, version: Path, *, checkpoint: Checkpoint, activations: Mapping[str, FloatArray]) -> Kept:
         layout = self.layout
         used: set[str] = set()
 
@@ -188,10 +186,8 @@ class Conversion:
             path = version / layout.export_format.file_name
             write_torchscript(weights, self.decoder, path, precision=layout.precision, metadata=metadata)
         else:
-            parts = split_layers(
-                plain, self.decoder, scheme=self.scheme, num_stages=layout.pipeline_stages
-            )
-            used.clear()    # some were read for the sizes of layers, and will be read again
+            parts = split_layers(plain, self.decoder, scheme=self.scheme, num_stages=layout.pipeline_stages)
+            used.clear()  # some were read for the sizes of layers, and will be read again
             embedding = tensor_sources(self.family.names, num_layers=0)["embedding"]
             head = {f"{embedding.name_in(checkpoint.tensor_names)}.weight"} if self.decoder.tied else ()
             files = pipeline_files(version / layout.export_format.file_name, num_stages=len(parts))

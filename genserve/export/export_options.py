@@ -17,21 +17,21 @@ HUB_NAME = re.compile(
 )
 
 Precision = Literal["int8", "int4", "fp16", "fp32", "source"]
-CacheType = Literal["float", "int8"]            # type of the KV cache; float: fp16, or fp32 in an fp32 export
-Pooling = Literal["mean", "cls", "last"]        # from the hidden states of a text to its vector
-FileFormat = Literal["onnx", "torchscript"]     # the file format that the user requests for the logits model
+CacheType = Literal["float", "int8"]  # type of the KV cache; float: fp16, or fp32 in an fp32 export
+Pooling = Literal["mean", "cls", "last"]  # from the hidden states of a text to its vector
+FileFormat = Literal["onnx", "torchscript"]  # the file format that the user requests for the logits model
 # The types of models that are exported as encoders, if their files state no pooling.
 ENCODER_TYPES = frozenset({"bert", "roberta", "xlm-roberta", "mpnet", "modernbert"})
 
-Unit = Literal["", "bytes"]                     # of a task's work, if it is displayed
+Unit = Literal["", "bytes"]  # of a task's work, if it is displayed
 
 
 class ExportFormat(Enum):
     """How a logits model is written; `FileFormat` "onnx" falls back to TRACED."""
 
-    ONNX = "onnx"                   # a graph of a known family, which writes its KV cache in place
-    TORCHSCRIPT = "torchscript"     # a module of a known family, which does the same
-    TRACED = "traced"               # torch's export of transformers' own model, which copies its KV cache
+    ONNX = "onnx"  # a graph of a known family, which writes its KV cache in place
+    TORCHSCRIPT = "torchscript"  # a module of a known family, which does the same
+    TRACED = "traced"  # torch's export of transformers' own model, which copies its KV cache
 
     @property
     def label(self) -> str:
@@ -74,14 +74,14 @@ class ExportReport:
     kv_cache: CacheType = "float"
     seconds: float
     largest_logit_difference: float  # absolute, over all compared logits
-    top1_agreement: float            # share of positions at which both models rank the same token first
-    perplexity_ratio: float          # perplexity of the export over that of the source, on a fixed text
-    divergence: float                # Kullback-Leibler divergence from the source, nats per token
-    size_bytes: int                  # size of the graph and its weights
+    top1_agreement: float  # share of positions at which both models rank the same token first
+    perplexity_ratio: float  # perplexity of the export over that of the source, on a fixed text
+    divergence: float  # Kullback-Leibler divergence from the source, nats per token
+    size_bytes: int  # size of the graph and its weights
     # With the precision "source", how many matrices have all numbers of the source, and how many do not.
     num_kept: int = 0
     num_rounded: int = 0
-    path: Path                       # the ensemble's folder
+    path: Path  # the ensemble's folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +91,8 @@ class EncoderReport:
     name: str
     precision: Precision
     seconds: float
-    largest_difference: float       # of one number of a vector of length 1, or of a score
-    lowest_cosine: float            # of a vector and the source's; 1 for scores
-    correlation: float              # Pearson's, of the cosines of pairs of texts, or of scores
-    size_bytes: int                 # size of the graph and its weights
-    path: Path                      # the ensemble's folder
+    largest_difference: float  # of one number of a vector of length 1, or of a score
+    lowest_cosine: float  # of a vector and the source's; 1 for scores
+    correlation: float  # Pearson's, of the cosines of pairs of texts, or of scores
+    size_bytes: int  # size of the graph and its weights
+    path: Path  # the ensemble's folder

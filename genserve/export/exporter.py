@@ -80,7 +80,7 @@ def export_model(
     folders = ModelFolders(name)
     _require_free(folders, repository, beside=beside, overwrite=overwrite)
     if file_format == "onnx":
-        import_onnxruntime()        # fail now rather than in the check, which runs the graph
+        import_onnxruntime()  # fail now rather than in the check, which runs the graph
     from genserve.export.adapters.adapter_reader import with_adapters
     from genserve.export.checkpoint_reader import read_checkpoint
     from genserve.export.conversion import convert, write_model
@@ -89,9 +89,7 @@ def export_model(
     # Outside a task, since the hub displays its own progress.
     path = locate(source, allow_pickled_weights=allow_pickled_weights)
     is_download = not Path(source).expanduser().exists()
-    recording = _find_recording(
-        path, file_format=file_format, is_changed=bool(adapters), progress=progress
-    )
+    recording = _find_recording(path, file_format=file_format, is_changed=bool(adapters), progress=progress)
     with progress.task("reading the checkpoint"):
         checkpoint = read_checkpoint(
             path,
@@ -101,8 +99,13 @@ def export_model(
         )
         checkpoint = with_adapters(checkpoint, adapters)
         conversion = convert(
-            checkpoint, recording=recording, folders=folders, export_format=ExportFormat(file_format),
-            precision=precision, kv_cache=kv_cache, pipeline_stages=pipeline_stages,
+            checkpoint,
+            recording=recording,
+            folders=folders,
+            export_format=ExportFormat(file_format),
+            precision=precision,
+            kv_cache=kv_cache,
+            pipeline_stages=pipeline_stages,
         )
         conversion = replace(conversion, layout=conversion.layout.limited(max_sequence_length))
     report = write_model(
@@ -126,7 +129,7 @@ def is_encoder(source: str) -> bool:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    is_pooled = (folder / "modules.json").exists()      # of sentence-transformers
+    is_pooled = (folder / "modules.json").exists()  # of sentence-transformers
     return isinstance(config, dict) and (is_pooled or config.get("model_type") in ENCODER_TYPES)
 
 

@@ -23,7 +23,7 @@ from genserve.export.checkpoints.rows import Rows
 from genserve.export.reference import Positions, Reference, text_ids
 from genserve.sampling.logits_array import FloatArray
 
-_LARGE = 1 << 25    # numbers of a weight that is not in memory as a whole
+_LARGE = 1 << 25  # numbers of a weight that is not in memory as a whole
 
 
 @contextmanager
@@ -111,8 +111,8 @@ class _Logits:
     """Logits that transformers' model computes on demand, from what its layers have computed."""
 
     model: PreTrainedModel
-    output: type[Any]           # the class of what its layers return
-    hidden: torch.Tensor        # [rows, tokens, hidden], the input of the head
+    output: type[Any]  # the class of what its layers return
+    hidden: torch.Tensor  # [rows, tokens, hidden], the input of the head
     source: str
 
     def __getitem__(self, at: tuple[Positions, Positions]) -> FloatArray:
@@ -227,12 +227,12 @@ def _streamed_model(checkpoint: Checkpoint) -> PreTrainedModel:
         empties = _stored_tensors(module)
         is_large = any(empty.numel() > _LARGE for empty in empties.values())
         if is_large and type(module) is torch.nn.Linear:
-            module.forward = partial(product, module=module, prefix=prefix)     # type: ignore[method-assign]
+            module.forward = partial(product, module=module, prefix=prefix)  # type: ignore[method-assign]
         elif empties:
             caller = module
             # Embeddings of positions need not be called with ids of rows.
             if is_large and (module is embedding or prefix.endswith("embed_tokens_per_layer")):
-                module.padding_idx = None   # a row that the text may lack
+                module.padding_idx = None  # a row that the text may lack
                 module.register_forward_pre_hook(partial(load_rows, prefix=prefix))
             else:
                 # A layer with recurrent states reads the weight of its convolution instead of calling it, and

@@ -141,7 +141,10 @@ def _export(model: nn.Module, sizes: Dimensions) -> Any:
         ),
         dynamo=True,
         input_names=[
-            "input_ids", "attention_mask", "position_ids", *(f"past_key_values.{name}" for name in names)
+            "input_ids",
+            "attention_mask",
+            "position_ids",
+            *(f"past_key_values.{name}" for name in names),
         ],
         output_names=["logits", *(f"present.{name}" for name in names)],
         dynamic_shapes=(*[{0: any_size, 1: any_size}] * 3, [{0: any_size, 2: any_size} for _ in names]),

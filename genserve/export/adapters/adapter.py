@@ -35,9 +35,9 @@ ReadRows = Callable[[slice], FloatArray]
 class LowRank:
     """What is added to a matrix [rows, columns]: `left @ right`."""
 
-    left: FloatArray                        # [rows, rank], multiplied by the scale
-    right: FloatArray                       # [rank, columns]
-    magnitude: FloatArray | None = None     # DoRA: the norms that rows or columns of the sum get
+    left: FloatArray  # [rows, rank], multiplied by the scale
+    right: FloatArray  # [rank, columns]
+    magnitude: FloatArray | None = None  # DoRA: the norms that rows or columns of the sum get
     magnitude_of: Literal["rows", "columns"] = "rows"
 
     @property
@@ -76,7 +76,7 @@ class LowRank:
 class Difference:
     """What is added to a bias."""
 
-    values: FloatArray      # [outputs]
+    values: FloatArray  # [outputs]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -100,11 +100,11 @@ class Replacement:
 class Adapter:
     """An adapter as its authors published it. The names of tensors are those of transformers' model."""
 
-    source: str                                 # the name of the folder or file, without the path
-    base: str = ""                              # the model that it states to be made for, for messages
+    source: str  # the name of the folder or file, without the path
+    base: str = ""  # the model that it states to be made for, for messages
     replaced: Mapping[str, Replacement] = field(default_factory=dict)
-    added: Mapping[str, LowRank | Difference] = field(default_factory=dict)     # to what may be replaced
-    keeps_tied: bool = False                    # whether a tied head changes with the embedding
+    added: Mapping[str, LowRank | Difference] = field(default_factory=dict)  # to what may be replaced
+    keeps_tied: bool = False  # whether a tied head changes with the embedding
     tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)  # that replace those of the model
 
     def without(self, name: str) -> Self:

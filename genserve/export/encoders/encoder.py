@@ -33,17 +33,17 @@ _TEMPLATES = Path(__file__).parents[1] / "templates"
 _TEXTS = Path(__file__).parents[1] / "texts"
 _BATCH = 32
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-_NUM_TEXTS = 16     # that are compared with the source
-_MAX_TOKENS = 512   # of each of them
+_NUM_TEXTS = 16  # that are compared with the source
+_MAX_TOKENS = 512  # of each of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Distance:
     """How far a graph is from its source; vectors are compared as vectors of length 1, scores as they are."""
 
-    largest_difference: float   # of one number
-    lowest_cosine: float        # of two vectors of one text; 1 for scores
-    correlation: float          # Pearson's, of the cosines of all pairs of texts, or of all scores
+    largest_difference: float  # of one number
+    lowest_cosine: float  # of two vectors of one text; 1 for scores
+    correlation: float  # Pearson's, of the cosines of all pairs of texts, or of all scores
 
 
 # The largest difference and the lowest cosine, by precision. The correlation says nothing of random weights,
@@ -144,19 +144,25 @@ def _write_files(staged: Path, folders: EncoderFolders, source: Path, encoder: E
         "normalize": str(encoder.normalizes).lower(),
         "size": encoder.size,
         "types_output": ', { name: "token_type_ids" data_type: TYPE_INT64 dims: [ -1 ] }'
-        if "token_type_ids" in encoder.inputs else "",
+        if "token_type_ids" in encoder.inputs
+        else "",
         "types_made": '\n      output_map { key: "token_type_ids" value: "token_type_ids" }'
-        if "token_type_ids" in encoder.inputs else "",
+        if "token_type_ids" in encoder.inputs
+        else "",
         "types_taken": '\n      input_map { key: "token_type_ids" value: "token_type_ids" }'
-        if "token_type_ids" in encoder.inputs else "",
+        if "token_type_ids" in encoder.inputs
+        else "",
         "pair_input": ', { name: "text_pair" data_type: TYPE_STRING dims: [ 1 ] }'
-        if encoder.is_classifier else "",
+        if encoder.is_classifier
+        else "",
         "pair_taken": '\n      input_map { key: "text_pair" value: "text_pair" }'
-        if encoder.is_classifier else "",
+        if encoder.is_classifier
+        else "",
         "graph_output": encoder.output,
         "output": "scores" if encoder.is_classifier else "embedding",
         "sigmoid": '\nparameters { key: "sigmoid" value { string_value: "true" } }'
-        if encoder.sigmoid else "",
+        if encoder.sigmoid
+        else "",
         "kind": kind,
         "prompts": _parameters(encoder),
     }
@@ -192,7 +198,7 @@ def _distance(staged: Path, folders: EncoderFolders, module: EncoderModule, enco
     )
     words = (_TEXTS / "held_out.txt").read_text(encoding="utf-8").split()
     size = len(words) // _NUM_TEXTS
-    pairs: list[tuple[FloatArray, FloatArray]] = []     # the source's and the graph's, for each text
+    pairs: list[tuple[FloatArray, FloatArray]] = []  # the source's and the graph's, for each text
     for index in range(_NUM_TEXTS):
         text = " ".join(words[index * size : (index + 1) * size : 1 + index % 3])
         texts = [(text, " ".join(words[:9]))] if encoder.is_classifier else [(text,)]

@@ -83,7 +83,7 @@ def _pooled(hidden: Tensor, mask: Tensor, pooling: str) -> Tensor:
     if pooling == "cls":
         return hidden[:, 0]
     weights = mask.to(hidden.dtype)
-    if pooling == "last":   # the token at which the count of tokens becomes complete
+    if pooling == "last":  # the token at which the count of tokens becomes complete
         counts = weights.cumsum(dim=1)
         weights = weights * (counts == counts[:, -1:])
     return (hidden * weights[:, :, None]).sum(dim=1) / weights.sum(dim=1, keepdim=True).clamp(min=1e-9)
@@ -191,11 +191,15 @@ def _dense(folder: Path) -> _Dense:
 
 def _pooling(folder: Path) -> str:
     found = _json(folder / "1_Pooling" / "config.json", {})
-    wanted = [found["pooling_mode"]] if isinstance(found.get("pooling_mode"), str) else [
-        name.removeprefix("pooling_mode_").removesuffix("_token").removesuffix("_tokens")
-        for name, value in found.items()
-        if name.startswith("pooling_mode_") and value
-    ]
+    wanted = (
+        [found["pooling_mode"]]
+        if isinstance(found.get("pooling_mode"), str)
+        else [
+            name.removeprefix("pooling_mode_").removesuffix("_token").removesuffix("_tokens")
+            for name, value in found.items()
+            if name.startswith("pooling_mode_") and value
+        ]
+    )
     if len(wanted) > 1 or not _MODES.keys() >= set(wanted):
         raise ExportError(
             f"{folder.name} pools by {', '.join(wanted)}, which is not supported",
@@ -220,7 +224,7 @@ def _max_length(folder: Path, config: Any, *, wanted: int | None) -> int:
     """Return the most tokens of a text: `wanted`, sentence-transformers' number, or the model's positions."""
     positions: int = config.max_position_embeddings
     if config.model_type in ("roberta", "xlm-roberta", "camembert", "mpnet"):
-        positions -= (config.pad_token_id or 0) + 1     # which count from behind the padding's
+        positions -= (config.pad_token_id or 0) + 1  # which count from behind the padding's
     if wanted is not None and wanted > positions:
         raise ExportError(
             f"--max-sequence-length is {wanted}; {folder.name} reads {positions} tokens",
