@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from genserve.files import replacement
 from genserve.inference import Inference, InferenceRequest, InferenceResponse, InferenceServer
 from genserve.tensor import Tensor
 
@@ -33,12 +34,16 @@ CONFIG = """
 def write_model(
     root: Path, name: str, *, code: str = "", number: int = 1, config: str = CONFIG, version: int = 1
 ) -> Path:
-    """Write a model that adds `number`, or that has this code; return its folder."""
+    """Write a model that adds `number`, or that has this code; return its folder.
+
+    A server that polls it never reads half a file.
+    """
     folder = root / name
     (folder / str(version)).mkdir(parents=True, exist_ok=True)
-    (folder / "config.pbtxt").write_text(textwrap.dedent(config))
-    text = code or ADD.replace("{number}", str(number))
-    (folder / str(version) / "model.py").write_text(textwrap.dedent(text))
+    files = {"config.pbtxt": config, f"{version}/model.py": code or ADD.replace("{number}", str(number))}
+    for path, text in files.items():
+        with replacement(folder / path) as new:
+            new.write_text(textwrap.dedent(text))
     return folder
 
 
