@@ -6,7 +6,6 @@ import builtins
 import importlib
 import importlib.util
 import itertools
-import linecache
 import re
 import sys
 import threading
@@ -82,7 +81,6 @@ class ModelPackage:
         sys.modules[self.name] = package
         with _META_PATH:
             sys.meta_path = [self._finder, *sys.meta_path, self._public_modules]
-        linecache.checkcache()
         return importlib.import_module(f"{self.name}.{self._path.stem}")
 
     def unload(self) -> None:
