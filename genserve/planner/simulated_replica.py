@@ -262,7 +262,7 @@ class SimulatedReplica:
                 sequence.generate(count - 1)
                 num_tokens = count
             computed = sequence.num_computed_tokens = sequence.num_computed_tokens + num_tokens
-            if computed % block_size < num_tokens or kv.states is not None:
+            if computed % block_size < num_tokens or kv.has_states:
                 kv.cache_blocks(sequence)
             if computed < len(token_ids):
                 continue

@@ -155,7 +155,7 @@ class _StepBench:
         if prompt is not None:
             output.add(prompt, num_tokens)
             output.num_prompt_tokens = num_tokens
-        if self._kv.states is not None:
+        if self._kv.has_states:
             self._kv.schedule_states(output.requests, output.drafts)
         logits, num_rows = self._runner.run(output)
         for sequence in self._processor.process(output, logits, num_rows).generated:
