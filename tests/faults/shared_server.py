@@ -34,7 +34,7 @@ class TritonPythonModel:
             while not sequence.finished:
                 sequence.append(await sequence.sample())
                 if self.running[0] == id(sequence):
-                    time.sleep(0.01)
+                    time.sleep(0.005)
         finally:
             self.running.remove(id(sequence))
 """
