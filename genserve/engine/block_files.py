@@ -21,7 +21,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from errno import EINVAL
 from fcntl import F_SETFL, fcntl
 from functools import partial
 from hashlib import blake2b
@@ -42,12 +41,15 @@ _UNFINISHED = re.compile(r"\.[0-9a-f]{64}\.[0-9a-f]{16}")
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 _DIRECT: int = getattr(os, "O_DIRECT", 0)  # macOS has none
 _PAGE_BYTES = 4096  # to which disks and file systems align what goes past the page cache
+# A change is not seen if the folder has changed in the same tick of the file system's clock, or while a block
+# was written; then it is found when the folder is listed again.
+_LIST_AGAIN_S = 10.0
 _ABANDONED_S = 600.0  # an unfinished file that is older belongs to a process that was killed
 
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """What the table of a file says; nothing, if it is damaged."""
+    """What the table of a file says; nothing, if it is damaged or cannot be read."""
 
     name: str
     block_bytes: int = 0
@@ -78,6 +80,7 @@ class BlockFiles:
         self._files: dict[str, _File] = {}  # by name
         self._places: dict[bytes, tuple[_File, int]] = {}  # by key: the file, and the number in its table
         self._listed_ns: int | None = None  # when the folder that was listed last had changed
+        self._listed_s = 0.0  # when it was listed
 
     def __contains__(self, key: bytes) -> bool:
         """Whether a block is in a file, which may be damaged, or deleted since the last `refresh`."""
@@ -86,10 +89,10 @@ class BlockFiles:
     def refresh(self) -> None:
         """Take note of the files that other processes have written or deleted."""
         with self._lock:
-            changed_ns = self._changed_ns()
-            if changed_ns == self._listed_ns:
+            changed_ns, now_s = self._changed_ns(), time.monotonic()
+            if changed_ns == self._listed_ns and now_s < self._listed_s + _LIST_AGAIN_S:
                 return
-            self._listed_ns = changed_ns
+            self._listed_ns, self._listed_s = changed_ns, now_s
             try:
                 names = {name for name in os.listdir(self._folder) if _FILE_NAME.fullmatch(name)}  # noqa: PTH208
             except FileNotFoundError:
@@ -126,8 +129,10 @@ class BlockFiles:
         try:
             with path.open("rb", buffering=0) as opened:
                 opened.seek(from_page)
-                read = partial(opened.readinto, content.data)
-                size = _uncached(opened.fileno(), read) or read()
+                descriptor = opened.fileno()
+                size = _uncached(descriptor, partial(os.readv, descriptor, [content.data]))
+                while size < end - from_page and (more := os.readv(descriptor, [content[size:].data])):
+                    size += more
         except FileNotFoundError:
             self._forget(file)
             return 0
@@ -155,10 +160,11 @@ class BlockFiles:
             return 0
         if len(missing) < len(keys):
             keys, rows = [keys[index] for index in missing], rows[missing]
-        stem = blake2b(b"".join(keys), digest_size=32).hexdigest()
         entries = [(key, _checksum(row)) for key, row in zip(keys, rows, strict=True)]
+        header = self._header(entries, rows.shape[1])
+        # Two processes that computed the same blocks with other bits have files with other names.
+        stem = blake2b(header, digest_size=32).hexdigest()
         file = _File(f"{stem}.kv", rows.shape[1], entries)
-        header = self._header(file)
         changed_ns = self._changed_ns()
         # Not pathlib and io: a writer of small files would hold the interpreter for longer than it writes.
         unfinished = f"{self._folder}/.{stem}.{self._writer}"
@@ -184,7 +190,6 @@ class BlockFiles:
             raise
         with self._lock:
             self._add(file)
-            # A file of another process that was renamed meanwhile is found when the next one is.
             if changed_ns == self._listed_ns:
                 self._listed_ns = self._changed_ns()
         return size
@@ -228,17 +233,17 @@ class BlockFiles:
             return
         except OSError as error:
             logger.warning("%s cannot be read, and its tokens are computed again: %s", path, error.strerror)
+            self._add(_File(name))  # or each listing would say so
             return
         if mark == _MARK and is_whole and checksum == self._table_checksum(table, block_bytes):
             self._add(_File(name, block_bytes, [*_ENTRY.iter_unpack(table)]))
         else:
             self._discard(_File(name))
 
-    def _header(self, file: _File) -> bytes:
+    def _header(self, entries: Sequence[tuple[bytes, int]], block_bytes: int) -> bytes:
         """Return what a file has before its blocks."""
-        table = b"".join(_ENTRY.pack(*entry) for entry in file.entries)
-        checksum = self._table_checksum(table, file.block_bytes)
-        return _HEAD.pack(_MARK, checksum, len(file.entries), file.block_bytes) + table
+        table = b"".join(_ENTRY.pack(*entry) for entry in entries)
+        return _HEAD.pack(_MARK, self._table_checksum(table, block_bytes), len(entries), block_bytes) + table
 
     def _table_checksum(self, table: bytes, block_bytes: int) -> int:
         return zlib.crc32(table, zlib.crc32(block_bytes.to_bytes(8, "little"), self._seed))
@@ -261,10 +266,12 @@ class BlockFiles:
         logger.warning("%s is damaged, and its tokens are computed again", path)
         with self._lock:
             self._forget(file)
-            self._add(_File(file.name))
-        if not self._read_only:
-            with suppress(OSError):
-                path.unlink()
+            damaged = _File(file.name)
+            self._add(damaged)
+            if not self._read_only:
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
+                    self._forget(damaged)  # the next file with this name is another one
 
 
 def file_bytes(num_blocks: int, block_bytes: int) -> int:
@@ -280,17 +287,15 @@ def _whole_pages(num_bytes: int) -> NDArray[np.uint8]:
     return memory[start : start + size]
 
 
-def _uncached(opened: int, transfer: Callable[[], int | None]) -> int:
-    """Read or write whole pages of a file past the page cache; return their size, 0: no byte or no such way.
+def _uncached(opened: int, transfer: Callable[[], int]) -> int:
+    """Read or write whole pages of a file past the page cache; return their size, or 0.
 
     The KV cache has the blocks already, or soon. Memory for the page cache takes more CPU time than the rest.
     """
     try:
         fcntl(opened, F_SETFL, _DIRECT)
-        return transfer() or 0
-    except OSError as error:
-        if error.errno != EINVAL:
-            raise
+        return transfer()
+    except OSError:  # a file system refuses it; other errors come again without it
         return 0
     finally:
         fcntl(opened, F_SETFL, 0)

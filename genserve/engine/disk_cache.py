@@ -259,10 +259,10 @@ class DiskCache:
         return known
 
     def _with_states(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Return the names of the files of blocks and of the states at their ends, if the model has any."""
+        """Return the keys of blocks and of the states at their ends, if the model has any."""
         if not self.memory.state_bytes:
             return keys
-        return [name for key in keys for name in (key, _state_key(key))]
+        return [own for key in keys for own in (key, _state_key(key))]
 
     def _has_file(self, key: bytes) -> bool:
         return any(key in files for files in self._readable)
@@ -334,5 +334,5 @@ class DiskCache:
 
 
 def _state_key(key: bytes) -> bytes:
-    """Return the name of the file of the state at the end of a block."""
+    """Return the key of the state at the end of a block, by which files name it."""
     return blake2b(key, digest_size=32, person=b"state").digest()

@@ -106,6 +106,51 @@ def test_a_folder_is_listed_only_when_others_have_changed_it(tmp_path, monkeypat
     assert len(listed) == 1
 
 
+def test_a_change_that_the_time_of_the_folder_does_not_show_is_found_later(tmp_path, monkeypatch):
+    """Two changes in one tick of the file system's clock leave the same time."""
+    files, other = opened(tmp_path), opened(tmp_path)
+    write(files, 1)
+    changed_ns = (tmp_path / ONE).stat().st_mtime_ns
+    files.refresh()
+    write(other, 2)
+    os.utime(tmp_path / ONE, ns=(changed_ns, changed_ns))
+    later_s = time.monotonic() + 60
+    monkeypatch.setattr(time, "monotonic", lambda: later_s)
+    files.refresh()
+    assert read(files, 2) == [2]
+
+
+def test_servers_that_compute_other_bits_keep_their_own_files(tmp_path):
+    files, other = opened(tmp_path), opened(tmp_path)
+    write(files, 1)
+    other.write([key(1)], content(2)[np.newaxis])
+    assert read(files, 1) == [1]
+
+
+def test_a_damaged_file_that_another_process_writes_again_is_found(tmp_path):
+    files = opened(tmp_path)
+    write(files, 1)
+    path = file_of(tmp_path, 1)
+    written = path.read_bytes()
+    path.write_bytes(written[:-1] + bytes([written[-1] ^ 1]))
+    assert read(files, 1) == []
+    assert not path.exists()
+    write(opened(tmp_path), 1)
+    files.refresh()
+    assert read(files, 1) == [1]
+
+
+def test_a_file_that_cannot_be_read_is_reported_once(tmp_path, caplog):
+    path = tmp_path / ONE / f"{key(1).hex()}.kv"
+    path.mkdir(parents=True)
+    files = opened(tmp_path)
+    write(opened(tmp_path), 2)
+    caplog.clear()
+    files.refresh()
+    assert read(files, 2) == [2]
+    assert not caplog.records
+
+
 def test_two_servers_write_the_same_blocks_at_once(tmp_path, monkeypatch):
     """In containers, both may have the same ids of process and thread."""
     os_write = os.write
@@ -208,10 +253,10 @@ def test_only_blocks_and_what_killed_processes_left_are_deleted(tmp_path):
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4096, 100_000])
-@pytest.mark.parametrize("can", ["all", "open", "nothing"])
+@pytest.mark.parametrize("can", ["all", "open", "nothing", "a page at a time"])
 def test_any_file_system_writes_the_same(tmp_path, monkeypatch, num_bytes, can):
-    """Some refuse to write past the page cache when a file is opened so, others when it is written."""
-    is_direct, os_write = [], os.write
+    """Some refuse to go past the page cache when a file is opened so, others when it is used."""
+    is_direct, os_write, os_readv = [], os.write, os.readv
 
     def set_flags(descriptor, command, flags):
         if flags and can == "nothing":
@@ -219,13 +264,14 @@ def test_any_file_system_writes_the_same(tmp_path, monkeypatch, num_bytes, can):
         is_direct.append(flags)
         return fcntl.fcntl(descriptor, command, flags)
 
-    def write_cached(descriptor, buffer):
-        if is_direct[-1] and can == "open":
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return os_write(descriptor, buffer)
+    def part(buffer):
+        if is_direct and is_direct[-1] and can == "open":
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return buffer[:4096] if can == "a page at a time" else buffer
 
     monkeypatch.setattr("genserve.engine.block_files.fcntl", set_flags)
-    monkeypatch.setattr(os, "write", write_cached)
+    monkeypatch.setattr(os, "write", lambda descriptor, buffer: os_write(descriptor, part(buffer)))
+    monkeypatch.setattr(os, "readv", lambda descriptor, buffers: os_readv(descriptor, [part(buffers[0])]))
     rows = np.stack([content(number, num_bytes=num_bytes) for number in (1, 2)])
     assert opened(tmp_path).write([key(1), key(2)], rows) == file_bytes(2, num_bytes)
     got = np.zeros_like(rows)
