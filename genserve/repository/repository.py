@@ -140,8 +140,8 @@ class Repository(ServedModels):
             GenserveError: it cannot be loaded, or is none.
         """
         self.start([name])
-        if self.errors:
-            raise next(iter(self.errors.values()))
+        if error := next(iter(self.errors.values()), None):
+            raise error
         return self.text_model(name)
 
     def _submit_once_loaded(self, inference: Inference) -> bool:

@@ -316,8 +316,9 @@ class Server(HttpServer):
         started_s = time.monotonic()
         try:
             await start_daemon(lambda: repository.start(_models_to_load(settings)), name="load")
-            if settings.exit_on_error and repository.errors:
-                raise next(iter(repository.errors.values()))
+            error = next(iter(repository.errors.values()), None)
+            if error is not None and settings.exit_on_error:
+                raise error
         except Exception as error:
             self._fail(error)
             return
