@@ -18,6 +18,7 @@ import struct
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -75,7 +76,9 @@ class BlockFiles:
         self._seed = zlib.crc32(fingerprint.encode())
         # Names its unfinished files: servers in containers may have equal ids of processes and threads.
         self._writer = secrets.token_hex(8)
-        self._buffer = _whole_pages(0)  # of the thread that writes; fresh memory takes longer
+        # Of threads that read, and of the one that writes. Fresh memory takes longer than the transfer.
+        self._read_buffers: deque[NDArray[np.uint8]] = deque(maxlen=2)
+        self._buffer = _whole_pages(0)
         self._lock = threading.RLock()  # held to change what follows
         self._files: dict[str, _File] = {}  # by name
         self._places: dict[bytes, tuple[_File, int]] = {}  # by key: the file, and the number in its table
@@ -124,22 +127,25 @@ class BlockFiles:
         start = file_bytes(len(file.entries), 0) + first * file.block_bytes
         end = start + len(sums) * file.block_bytes
         from_page = start // _PAGE_BYTES * _PAGE_BYTES
-        content = _whole_pages(end - from_page)
         path = self._folder / file.name
+        buffer = self._read_buffer(end - from_page)
         try:
+            content = buffer[: _page_end(end - from_page)]
             with path.open("rb", buffering=0) as opened:
                 opened.seek(from_page)
                 descriptor = opened.fileno()
                 size = _uncached(descriptor, partial(os.readv, descriptor, [content.data]))
                 while size < end - from_page and (more := os.readv(descriptor, [content[size:].data])):
                     size += more
+            rows[: len(sums)] = content[start - from_page : end - from_page].reshape(len(sums), -1)
         except FileNotFoundError:
             self._forget(file)
             return 0
         except OSError as error:
             logger.warning("%s cannot be read, and its tokens are computed again: %s", path, error.strerror)
             return 0
-        rows[: len(sums)] = content[start - from_page : end - from_page].reshape(len(sums), -1)
+        finally:
+            self._read_buffers.append(buffer)
         if size < end - from_page or [_checksum(row) for row in rows[: len(sums)]] != sums:
             self._discard(file)
             return 0
@@ -205,6 +211,14 @@ class BlockFiles:
         for number, name in enumerate(reversed(names)):
             with suppress(OSError):
                 os.utime(f"{self._folder}/{name}", ns=(now_ns + number, now_ns + number))
+
+    def _read_buffer(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return memory of whole pages that no other thread uses."""
+        try:
+            buffer = self._read_buffers.pop()
+        except IndexError:
+            return _whole_pages(num_bytes)
+        return buffer if len(buffer) >= num_bytes else _whole_pages(num_bytes)
 
     def _create(self, path: str) -> int:
         try:
@@ -279,9 +293,13 @@ def file_bytes(num_blocks: int, block_bytes: int) -> int:
     return _HEAD.size + num_blocks * (_ENTRY.size + block_bytes)
 
 
+def _page_end(num_bytes: int) -> int:
+    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+
+
 def _whole_pages(num_bytes: int) -> NDArray[np.uint8]:
     """Return memory that begins and ends with a page."""
-    size = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+    size = _page_end(num_bytes)
     memory = np.empty(size + _PAGE_BYTES, np.uint8)
     start = -memory.ctypes.data % _PAGE_BYTES
     return memory[start : start + size]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from errno import ENOSPC
@@ -29,9 +30,9 @@ from genserve.generation_metrics import GenerationMetrics
 
 logger = logging.getLogger(__name__)
 
-# The engine takes a part of a prompt's blocks between two steps. The memory of small parts is used again;
-# fresh memory takes longer than reading and checking the file. A file has at most a part, too.
+# The engine takes a part of a prompt's blocks between two steps. A file has at most a part, too.
 _PART_BYTES = 4 << 20
+_MAX_SPARE_PARTS = 4  # whose memory is kept; fresh memory takes longer than reading and checking the file
 _MAX_UNWRITTEN_BYTES = 256 << 20  # copies that wait for a slow disk; further blocks are not written
 # A folder is looked through and trimmed when a model has written a part of its spare space, 1/16 of the
 # limit, since other models and processes write too.
@@ -130,6 +131,7 @@ class DiskCache:
         self._block_size = block_size
         self._metrics = metrics
         self._readable = [BlockFiles(path, fingerprint=fingerprint, read_only=True) for path in shipped]
+        self._spare: deque[NDArray[np.uint8]] = deque(maxlen=_MAX_SPARE_PARTS)
         self._lock = threading.Lock()
         self._unwritten_bytes = 0  # guarded by the lock
         self._was_slow = False  # the log says so
@@ -215,7 +217,7 @@ class DiskCache:
         self._metrics.disk_cache_queried(tokens=len(missing) * self._block_size)
         for start in range(0, len(missing), self.part_blocks):
             wanted = missing[start : start + self.part_blocks]
-            rows = np.empty((len(wanted), self.memory.block_bytes), np.uint8)
+            rows = self._part()
             num_read = self._read([keys[index] for index in wanted], rows)
             if num_read:
                 num_bytes = num_read * self.memory.block_bytes
@@ -227,6 +229,11 @@ class DiskCache:
             self._metrics.disk_cache_hit(tokens=0, read_bytes=len(state))
             nothing = np.empty((0, self.memory.block_bytes), np.uint8)
             yield stored(indices=(), rows=nothing, state=state, state_index=len(keys) - 1)
+
+    def recycle(self, rows: NDArray[np.uint8]) -> None:
+        """Use the memory of the rows of a part again, which nobody reads any more."""
+        if rows.base is not None:
+            self._spare.append(rows.base)
 
     def num_stored_tokens(self, token_ids: Sequence[int]) -> int:
         """Return after how many tokens of a prompt a request can go on with what is in files."""
@@ -244,6 +251,12 @@ class DiskCache:
         if self._thread is not None:
             self._work.put(None)
             self._thread.join(_CLOSE_S)
+
+    def _part(self) -> NDArray[np.uint8]:
+        try:
+            return self._spare.pop()
+        except IndexError:
+            return np.empty((self.part_blocks, self.memory.block_bytes), np.uint8)
 
     def _up_to_a_state(
         self,

@@ -188,7 +188,9 @@ class Engine:
         assert self.disk_cache is not None
         rows, block_ids, slot = self._kv.restore(stored)
         self._store_filled()
-        self.disk_cache.memory.write_blocks(block_ids, stored.rows[rows])
+        every = len(rows) == len(stored.rows)
+        self.disk_cache.memory.write_blocks(block_ids, stored.rows if every else stored.rows[rows])
+        self.disk_cache.recycle(stored.rows)
         if slot != NO_SLOT and stored.state is not None:
             self.disk_cache.memory.write_states([slot], stored.state[np.newaxis])
 
