@@ -202,15 +202,18 @@ class Engine:
         if self.disk_cache is None:
             return
         filled, now_s = self._kv.filled, self.clock()
-        if filled and (
-            not self._scheduler.num_running
-            or len(filled) >= self.disk_cache.part_blocks
-            or now_s - self._stored_s >= _STORE_S
-            or self._kv.has_evicted_filled()
-        ):
-            self.disk_cache.store(filled)
-            filled.clear()
-            self._stored_s = now_s
+        if filled:
+            num_stored = len(filled) // self.disk_cache.part_blocks * self.disk_cache.part_blocks
+            if (
+                not self._scheduler.num_running
+                or now_s - self._stored_s >= _STORE_S
+                or self._kv.has_evicted_filled()
+            ):
+                num_stored = len(filled)
+            if num_stored:
+                self.disk_cache.store(filled[:num_stored])
+                del filled[:num_stored]
+                self._stored_s = now_s
         if self._kv.kept:
             self.disk_cache.store_states(self._kv.kept)
             self._kv.kept.clear()
