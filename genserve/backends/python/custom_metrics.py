@@ -1,6 +1,6 @@
 """Custom metrics: counters, gauges and histograms that models define, also from a stub process.
 
-prometheus_client is imported where metrics are collected, in the server: it would take a quarter of the
+prometheus_client is imported where metrics are collected, in the server: it would take a tenth of the
 start of each stub process.
 """
 
