@@ -62,9 +62,7 @@ def size_of_two(repository: Path) -> int:
 @pytest.fixture
 def server(repository: Path) -> Iterator[LiveServer]:
     budget = size_of_two(repository)
-    with LiveServer(
-        repository, model_control_mode="on-demand", model_memory_budget=str(budget)
-    ) as server:
+    with LiveServer(repository, model_control_mode="on-demand", model_memory_budget=str(budget)) as server:
         yield server
 
 
@@ -223,7 +221,7 @@ def test_requests_share_a_load_and_its_failure_and_the_next_one_tries_again(
     with ThreadPoolExecutor() as pool:
         answers = [pool.submit(http.post, path, json={**body, "stream": False}) for _ in range(4)]
         wait_until(lambda: gate.num_begun)
-        time.sleep(0.1)     # so that most of them wait for this load
+        time.sleep(0.1)  # so that most of them wait for this load
         gate.opened.set()
         responses = [answer.result() for answer in answers]
     assert {response.status_code for response in responses} == {503}
@@ -313,12 +311,12 @@ def _check_ollama(client: ollama.Client, http: httpx2.Client) -> None:
     wait_until(lambda: "m3" not in loaded(http))
     client.chat("m4", TALK, options={"num_predict": 2}, keep_alive=0)
     wait_until(lambda: "m4" not in loaded(http))
-    assert client.generate("m5", keep_alive=0).done_reason == "unload"      # which is not loaded
+    assert client.generate("m5", keep_alive=0).done_reason == "unload"  # which is not loaded
     with pytest.raises(ollama.ResponseError, match="keep_alive"):
         client.chat("m1", TALK, keep_alive="soon")
     assert client.generate("m3", keep_alive="9999999999h").done_reason == "load"
     assert "m3:latest" in [model.model for model in client.ps().models]
-    assert client.generate("m4", keep_alive="1m").done_reason == "load"     # the next load waits for nothing
+    assert client.generate("m4", keep_alive="1m").done_reason == "load"  # the next load waits for nothing
 
 
 def test_kserve_loads_and_unloads(server: LiveServer, http: httpx2.Client) -> None:
@@ -370,7 +368,7 @@ def test_two_of_five_models_for_many_clients(server: LiveServer, http: httpx2.Cl
                     if response.status_code != 200:
                         problems.append(response.read().decode())
                     elif rng.random() < 0.3:
-                        continue    # leaves
+                        continue  # leaves
                     elif "error" in (text := response.read().decode()):
                         problems.append(text)
 
