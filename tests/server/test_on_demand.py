@@ -262,6 +262,8 @@ def test_an_invalid_request_loads_nothing(http: httpx2.Client) -> None:
     path, body, _ = STREAMS["openai"]
     assert http.post(path, json={**body, "temperature": -1}).status_code == 400
     assert http.post(path, json={**body, "model": "m9"}).status_code == 404
+    path, body, _ = STREAMS["anthropic"]
+    assert http.post(path, json={**body, "temperature": -1}).status_code == 400
     path, body, _ = STREAMS["ollama"]
     assert http.post(path, json={**body, "options": {"temperature": -1}}).status_code == 400
     path, body, _ = STREAMS["gemini"]
