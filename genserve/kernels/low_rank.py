@@ -23,6 +23,7 @@ _RANKS = 4  # those of a part are padded to a multiple of it
 _INPUTS = 64  # those of rows in 8 bits are padded to a multiple of it
 _MOST = 127  # of an int8
 _OFFSET = 128  # a matrix in int8 is stored with it, as uint8
+_LINE = 64  # bytes of a cache line
 
 _TYPES = {"float32": 1, "uint8": 2}  # ONNX's numbers
 _GROUP = np.dtype([("scale", "f4"), ("first", "u4"), ("begin", "u2"), ("end", "u2")])
@@ -120,9 +121,9 @@ class PackedLayer:
     groups: NDArray[Any]
 
     @property
-    def num_bytes(self) -> int:
-        """The size of its arrays."""
-        return self.down.nbytes + self.factors.nbytes + self.up.nbytes + self.groups.nbytes
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """All of them."""
+        return self.down, self.factors, self.up, self.groups
 
 
 def pack_layer(shape: LinearShape, parts: Sequence[LowRankPart]) -> PackedLayer:
@@ -170,25 +171,37 @@ def pack_layer(shape: LinearShape, parts: Sequence[LowRankPart]) -> PackedLayer:
 
 
 class PackedAdapter:
-    """An adapter for the layers of one graph.
-
-    Attributes:
-        num_bytes: the size of its arrays.
-    """
+    """An adapter for the layers of one graph."""
 
     def __init__(self, layers: Sequence[PackedLayer | None]) -> None:
-        """Hold the layers, in the order of `LayerNames`; None: a layer that stays as it is."""
-        self._layers = layers
-        self.table = (_LowRank * len(layers))(*map(_described, layers))
-        self.num_bytes = sum(layer.num_bytes for layer in layers if layer is not None)
+        """Copy the layers, in the order of `LayerNames`; None: a layer that stays as it is."""
+        self._layers = _in_one_piece(layers)
+        self.table = (_LowRank * len(layers))(*map(_described, self._layers))
+
+
+def _in_one_piece(layers: Sequence[PackedLayer | None]) -> list[PackedLayer | None]:
+    """Copy layers into one piece of memory, in whole cache lines.
+
+    A step reads all of it once. For a piece of 4 MiB and more, numpy asks the system for large pages.
+    """
+    arrays = [array for layer in layers if layer is not None for array in layer.arrays]
+    sizes = [-(-array.nbytes // _LINE) * _LINE for array in arrays]
+    memory = np.empty(sum(sizes) + _LINE, np.uint8)
+    start = -memory.ctypes.data % _LINE
+    copies = []
+    for array, size in zip(arrays, sizes, strict=True):
+        copies.append(memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape))
+        copies[-1][...] = array
+        start += size
+    left = iter(copies)
+    return [None if layer is None else PackedLayer(*(next(left) for _ in layer.arrays)) for layer in layers]
 
 
 def _described(layer: PackedLayer | None) -> _LowRank:
     if layer is None:
         return _LowRank()
-    arrays = (layer.down, layer.factors, layer.up, layer.groups)
     kind = _TYPES[layer.down.dtype.name]
-    return _LowRank(*(array.ctypes.data for array in arrays), len(layer.factors), kind)
+    return _LowRank(*(array.ctypes.data for array in layer.arrays), len(layer.factors), kind)
 
 
 class LayerNames:
