@@ -21,7 +21,7 @@ help:
 	@echo "make serve   set up, bring the default model, start the server"
 	@echo "make chat    the same, and chat in the terminal instead"
 	@echo "make test    set up and run the tests; ARGS='-m slow' runs the slow ones"
-	@echo "make test-extended  the tests that only CI runs each time, with 100 examples of each property instead of 25"
+	@echo "make test-extended  the tests that only CI runs each time, with 100 examples of each property instead of 15"
 	@echo "make soak    100,000 seeds of the simulation; SEEDS=5000 runs fewer"
 	@echo "make check   ruff, mypy, import layers, known vulnerabilities"
 	@echo "make docs    the documentation as a site, in site/"

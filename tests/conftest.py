@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _ON_A_BUSY_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # Examples are the same in every run, so that a failure belongs to the change that shows it; `make soak` looks
 # for new ones.
-settings.register_profile("few", _ON_A_BUSY_MACHINE, max_examples=25, derandomize=True)
+settings.register_profile("few", _ON_A_BUSY_MACHINE, max_examples=15, derandomize=True)
 settings.register_profile("many", _ON_A_BUSY_MACHINE, max_examples=100, derandomize=True)
 settings.register_profile("soak", _ON_A_BUSY_MACHINE, max_examples=1000)
 

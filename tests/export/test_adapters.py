@@ -66,16 +66,28 @@ def changed_tensor(folder: Path, name: str, change: Callable[[torch.Tensor], tor
             BIASES,
             {"targets": LINEARS, "ranks": {"1.mlp.up_proj": 2}, "alpha_pattern": {"0.self_attn.q_proj": 9}},
         ),
-        (BIASES, {"targets": ("q_proj", "down_proj"), "use_rslora": True, "lora_bias": True}),
+        pytest.param(
+            BIASES, {"targets": ("q_proj", "down_proj"), "use_rslora": True, "lora_bias": True},
+            marks=pytest.mark.extended,
+        ),
         (BIASES, {"targets": LINEARS, "use_dora": True, "bias": "lora_only"}),
-        (BIASES, {"targets": ("v_proj",), "saved": ("lm_head", "embed_tokens", "1.input_layernorm")}),
+        pytest.param(
+            BIASES, {"targets": ("v_proj",), "saved": ("lm_head", "embed_tokens", "1.input_layernorm")},
+            marks=pytest.mark.extended,
+        ),
         (BIASES, {"targets": ("embed_tokens", "lm_head"), "use_dora": True}),
-        (TIED, {"targets": ("embed_tokens", "q_proj")}),
-        (TIED, {"targets": ("lm_head",)}),
+        pytest.param(TIED, {"targets": ("embed_tokens", "q_proj")}, marks=pytest.mark.extended),
+        pytest.param(TIED, {"targets": ("lm_head",)}, marks=pytest.mark.extended),
         (TINY_MODELS["gpt2"], {"targets": ("attn.c_attn", "attn.c_proj", "mlp.c_fc"), "use_dora": True}),
-        (TINY_MODELS["gpt2"], {"targets": ("attn.c_proj", "mlp.c_fc"), "fan_in_fan_out": False}),
+        pytest.param(
+            TINY_MODELS["gpt2"], {"targets": ("attn.c_proj", "mlp.c_fc"), "fan_in_fan_out": False},
+            marks=pytest.mark.extended,
+        ),
         (TINY_MODELS["phi3"], {"targets": ("qkv_proj", "gate_up_proj")}),
-        (TINY_MODELS["falcon_grouped"], {"targets": ("query_key_value",), "use_dora": True}),
+        pytest.param(
+            TINY_MODELS["falcon_grouped"], {"targets": ("query_key_value",), "use_dora": True},
+            marks=pytest.mark.extended,
+        ),
         (TINY_MODELS["granite"], {"targets": ("o_proj", "lm_head")}),
     ],
     ids=[
@@ -163,7 +175,7 @@ def test_a_resized_vocabulary_comes_with_its_tokenizer(tmp_path: Path) -> None:
     assert checkpoint.config["vocab_size"] == 330
     assert checkpoint.tokenizer_files["tokenizer.json"] == (larger / "tokenizer.json").read_bytes()
     assert source_model(checkpoint).lm_head.weight.shape == (330, 64)
-    save_file(tensors | {f"base_model.model.{names[0]}": resized[names[0]]}, path)     # only one of the two
+    save_file(tensors | {f"base_model.model.{names[0]}": resized[names[0]]}, path)  # only one of the two
     with pytest.raises(ExportError, match="shape"):
         with_adapters(read(base), [adapter])
 
@@ -323,7 +335,7 @@ def test_an_adapter_of_a_traced_model_is_merged_but_not_its_embedding(tmp_path: 
 
 
 @pytest.mark.extended
-@pytest.mark.filterwarnings("ignore")   # PEFT calls what transformers deprecates
+@pytest.mark.filterwarnings("ignore")  # PEFT calls what transformers deprecates
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 @pytest.mark.parametrize(
     ("model", "options"),

@@ -23,7 +23,7 @@ from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
 from tests.support.representatives import with_extended
 from tests.support.transformers_reference import reference_logits, reference_model
 
-TOLERANCE = 0.03    # for logits between -4 and 4: a few units of float16 in two layers
+TOLERANCE = 0.03  # for logits between -4 and 4: a few units of float16 in two layers
 ALWAYS = {"gemma3", "llama", "smollm3"}
 # Their attention has a part that ONNX Runtime's has not: the head is rotated in part, for example.
 WITHOUT_BODY = {"nemotron", "phi", "phi_plain", "stablelm", "stablelm_parallel"}
@@ -51,7 +51,7 @@ def test_its_logits_are_those_of_transformers(tmp_path: Path, model: str) -> Non
     rows = [Row(random_ids(length), blocks=blocks) for length, blocks in ((50, [6, 0, 3, 1]), (23, [2, 5]))]
     pool = EvaluatedGraph(graph, num_blocks=8)
     found: list[list[NDArray[np.float32]]] = [[] for _ in rows]
-    for lengths in ([17, 20], [1, 1], [32, 2]):     # prompts, decodes, and a chunk with drafted tokens
+    for lengths in ([17, 20], [1, 1], [32, 2]):  # prompts, decodes, and a chunk with drafted tokens
         for logits, part in zip(pool.forward(rows, lengths), found, strict=True):
             part.append(logits)
     reference = reference_model(tmp_path / "checkpoint")
@@ -85,7 +85,13 @@ def failure(path: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("model", ["bloom_4_heads", "gpt2_odd", "gpt_neox_odd", *sorted(WITHOUT_BODY)])
+@pytest.mark.parametrize(
+    "model",
+    with_extended(
+        ["bloom_4_heads", "gpt2_odd", "gpt_neox_odd", *sorted(WITHOUT_BODY)],
+        always={"bloom_4_heads", "gpt2_odd", "phi"},
+    ),
+)
 def test_attention_that_cuda_does_not_support_has_no_body_and_runs_on_the_cpu(
     tmp_path: Path, model: str
 ) -> None:

@@ -25,6 +25,7 @@ from genserve.export.families.exportable import require_exportable
 from genserve.export.hub import locate
 from tests.export.ggufs import write_gguf
 from tests.export.quantized_folders import AWQ, Quantizer, quantized_folder
+from tests.support.representatives import with_extended
 from tests.support.tiny_llama import tiny_llama_checkpoint
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
@@ -263,7 +264,9 @@ _GGUFS = (
 )
 
 
-@pytest.mark.parametrize("prefix", ["", "hf.co/", "https://huggingface.co/"])
+@pytest.mark.parametrize(
+    "prefix", with_extended(["", "hf.co/", "https://huggingface.co/"], always={"hf.co/"})
+)
 @pytest.mark.parametrize(
     ("quantization", "files"),
     [
@@ -349,7 +352,7 @@ class ShardsProgress(SilentProgress):
     ("is_tied", "quantizer"),
     [
         pytest.param(True, AWQ, id="tied-awq"),
-        pytest.param(False, None, id="untied-floats"),
+        pytest.param(False, None, id="untied-floats", marks=pytest.mark.extended),
         pytest.param(True, None, id="tied-floats", marks=pytest.mark.extended),
         pytest.param(False, AWQ, id="untied-awq", marks=pytest.mark.extended),
     ],

@@ -66,7 +66,7 @@ class BytesProgress(SilentProgress):
             self.totals[name], self.done[name] = total, sum(counted)
 
 
-@pytest.mark.parametrize("kind", ["folder", "gguf"])
+@pytest.mark.parametrize("kind", ["folder", pytest.param("gguf", marks=pytest.mark.extended)])
 def test_progress_counts_the_bytes_of_the_files_once(tmp_path: Path, kind: str) -> None:
     source = tiny_llama_checkpoint(tmp_path / "tiny")
     weights = source / "model.safetensors"

@@ -20,12 +20,12 @@ from tests.export.rows import logits_of
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
 from tests.support.representatives import with_extended
 
-MAX_DIFFERENCE = 0.1    # for a logit; the tiny models' logits are between -4 and 4
+MAX_DIFFERENCE = 0.1  # for a logit; the tiny models' logits are between -4 and 4
 MODELS = ("bloom_4_heads", "gemma2", "gpt2_odd", "gpt_neox", "llama", "qwen3")
 
 
 @pytest.mark.parametrize("model", with_extended(MODELS, always=("bloom_4_heads", "gemma2", "llama")))
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("fp16", marks=pytest.mark.extended)])
 def test_logits_are_near_those_with_a_float_cache(tmp_path: Path, model: str, precision: Precision) -> None:
     source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS[model])
     ids = np.random.default_rng(0).integers(3, 320, 120)
@@ -41,7 +41,7 @@ def test_a_token_takes_a_byte_per_number_and_a_scale_per_head(tmp_path: Path) ->
     source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS["llama"])
     graph = write_graph(source, tmp_path / "graph", kv_cache="int8")
     model = graph.logits(max_num_seqs=2, max_length=32)
-    assert model.kv_cache_bytes == 4 * 16 * (2 * 2 * 2 * (16 + 4))     # 2 layers, keys and values, 2 heads
+    assert model.kv_cache_bytes == 4 * 16 * (2 * 2 * 2 * (16 + 4))  # 2 layers, keys and values, 2 heads
 
 
 def test_an_export_with_an_int8_cache_is_served_and_says_so(tmp_path: Path) -> None:

@@ -28,8 +28,17 @@ from tests.support.representatives import with_extended
 
 # Each of which runs its layers in another way.
 ALWAYS = {
-    "bloom_4_heads", "falcon", "gemma3", "gpt2", "gpt_neox", "granite4", "llama", "olmoe", "opt",
-    "phi", "qwen2",
+    "bloom_4_heads",
+    "falcon",
+    "gemma3",
+    "gpt2",
+    "gpt_neox",
+    "granite4",
+    "llama",
+    "olmoe",
+    "opt",
+    "phi",
+    "qwen2",
 }
 
 
@@ -45,7 +54,9 @@ def test_running_the_source_layer_by_layer_equals_transformers(tmp_path: Path, n
     np.testing.assert_allclose(all_logits(reference), expected, atol=2e-5)  # recurrent states round more
 
 
-@pytest.mark.parametrize("name", ["cohere", "gemma2", "gpt2_untied", "opt", "phi"])
+@pytest.mark.parametrize(
+    "name", with_extended(["cohere", "gemma2", "gpt2_untied", "opt", "phi"], always={"gemma2", "gpt2_untied"})
+)
 def test_large_weights_are_run_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     source = tiny_models.tiny_checkpoint(tmp_path / "checkpoint", **tiny_models.TINY_MODELS[name])
     checkpoint = conversion_of(source).layout.checkpoint
@@ -67,7 +78,11 @@ def test_the_activations_of_a_norm_come_from_the_calibration_text(tiny_checkpoin
 
 @pytest.mark.parametrize(
     "name",
-    ["model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.k_proj.weight", "model.norm.weight"],
+    [
+        "model.layers.1.mlp.down_proj.weight",
+        pytest.param("model.layers.0.self_attn.k_proj.weight", marks=pytest.mark.extended),
+        pytest.param("model.norm.weight", marks=pytest.mark.extended),
+    ],
 )
 def test_one_wrong_tensor_is_found(tiny_checkpoint: Path, tmp_path: Path, name: str) -> None:
     graph = write_graph(tiny_checkpoint, tmp_path)

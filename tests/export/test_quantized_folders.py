@@ -54,8 +54,13 @@ from tests.export.rows import logits_of
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
 from tests.support.tiny_llama import tiny_llama_checkpoint
 
-SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4,
-         "head_dim": 32}
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+}
 MODULE = "model.layers.1.mlp.up_proj"
 
 QUANTIZED_EXPERTS = {**TINY_MODELS["qwen3_moe"], "moe_intermediate_size": 64, "hidden_size": 64}
@@ -79,11 +84,11 @@ VARIANTS: dict[str, tuple[Quantizer, str | None]] = {
     "gptq_v2": (GPTQ_V2, "Q4Z_32"),
     "packed": (PACKED, "Q4Z_128"),
     "packed_8": (PACKED_8, "Q8_0"),
-    "int_groups": (INT_GROUPS, None),       # their zero points differ
+    "int_groups": (INT_GROUPS, None),  # their zero points differ
     "bnb_int8": (BNB_INT8, "Q8_0"),
     "fp8_channels": (FP8_CHANNELS, None),
     "fp8_tensor": (FP8_TENSOR, None),
-    "nvfp4": (NVFP4, None),                 # 16 inputs have a scale
+    "nvfp4": (NVFP4, None),  # 16 inputs have a scale
     "nf4_not_nested": (nf4(nested=False), None),
 }
 ALL = [
@@ -114,7 +119,7 @@ def test_weights_are_those_that_the_quantizer_wrote(
         assert (stored.kind if stored else None) == kind
         if stored is not None and stored.is_exact:
             np.testing.assert_array_equal(_floats(stored).whole(), expected)
-        assert stored is None or stored.is_exact == (name != "bnb_int8")    # it has scales in float32
+        assert stored is None or stored.is_exact == (name != "bnb_int8")  # it has scales in float32
 
 
 def test_auto_round_packs_like_gptq_with_other_bits_for_some_modules(folder: Path) -> None:
@@ -181,7 +186,7 @@ def test_the_logits_are_those_of_the_dequantized_weights(
     folder: Path, tmp_path: Path, quantizer: Quantizer
 ) -> None:
     quantized_folder(folder, quantizer)
-    assert difference(folder, tmp_path) < 0.04      # rows are rounded to 8 bits
+    assert difference(folder, tmp_path) < 0.04  # rows are rounded to 8 bits
 
 
 def formats_of(graph: Path) -> tuple[dict[str, str], list[str]]:
@@ -206,7 +211,9 @@ def test_weights_that_share_a_row_but_no_order_become_q8_0(folder: Path, tmp_pat
     [graph] = (tmp_path / "source").rglob("model.onnx")
     formats, orders = formats_of(graph.parent)
     assert formats == {
-        "weight_format": "q8", "residual_weight_format": "q4z_32", "inner_weight_format": "q8",
+        "weight_format": "q8",
+        "residual_weight_format": "q4z_32",
+        "inner_weight_format": "q8",
         "down_weight_format": "q4z_32",
     }
     assert orders == ["output", "down"]
@@ -272,7 +279,7 @@ def test_stacks_of_gpt_oss_are_those_of_transformers(tmp_path: Path) -> None:
     )
     apart = dequantized(folder, lambda name, at: tensors[name][at])
     checkpoint = with_stacks(apart, transposed="in turn")
-    assert len(apart.tensor_names) == 3 * 2 * 2     # experts, gates and values, weights and biases
+    assert len(apart.tensor_names) == 3 * 2 * 2  # experts, gates and values, weights and biases
     np.testing.assert_array_equal(checkpoint.tensor(f"{name}_bias"), tensors[f"{name}_bias"].numpy())
     expected = convert_moe_packed_tensors(
         tensors[f"{name}_blocks"], tensors[f"{name}_scales"], dtype=torch.float32
@@ -311,7 +318,7 @@ def test_gpt_oss_keeps_its_experts_in_mxfp4(tmp_path: Path) -> None:
     [graph] = (tmp_path / "source").rglob("model.onnx")
     assert formats_of_experts(graph.parent) == {"q5"}
     report = exported(folder, tmp_path / "repository")  # against transformers
-    assert report.num_kept == 2 * 6 * 3     # layers, experts, and their weights
+    assert report.num_kept == 2 * 6 * 3  # layers, experts, and their weights
     assert report.perplexity_ratio < 1.01
 
 
@@ -365,19 +372,30 @@ def in_the_order_of_a_gpu(tensors: dict[str, torch.Tensor]) -> None:
     ("quantizer", "change", "message"),
     [
         (AWQ, without("scales"), r"no tensor '.*up_proj.scales'"),
-        (AWQ, shortened("qzeros"), "qzeros is not"),
+        pytest.param(AWQ, shortened("qzeros"), "qzeros is not", marks=pytest.mark.extended),
         (GPTQ_V2, shortened("g_idx"), "qweight has 4 bits|without a scale"),
-        (GPTQ_V2, beyond_the_groups, "groups without a scale"),
+        pytest.param(GPTQ_V2, beyond_the_groups, "groups without a scale", marks=pytest.mark.extended),
         (PACKED, shortened("weight_scale"), "weight_scale is"),
-        (PACKED, without("weight_shape"), "no tensor"),
+        pytest.param(PACKED, without("weight_shape"), "no tensor", marks=pytest.mark.extended),
         (INT_CHANNELS, without("weight_scale"), "has no scales"),
-        (FP8_BLOCKS, shortened("weight_scale_inv"), "weight_scale_inv are"),
-        (PACKED, of_another_type("weight_packed", torch.int16), "not int32"),
+        pytest.param(
+            FP8_BLOCKS, shortened("weight_scale_inv"), "weight_scale_inv are", marks=pytest.mark.extended
+        ),
+        pytest.param(
+            PACKED, of_another_type("weight_packed", torch.int16), "not int32", marks=pytest.mark.extended
+        ),
         (PACKED, of_another_type("weight_packed", torch.float32), "has floats"),
-        (BNB_INT8, in_the_order_of_a_gpu, "not supported: .*weight_format"),
+        pytest.param(
+            BNB_INT8, in_the_order_of_a_gpu, "not supported: .*weight_format", marks=pytest.mark.extended
+        ),
         (nf4(nested=True), shortened("weight.absmax"), "absmax do not belong"),
-        (nf4(nested=True), shortened("weight.nested_absmax"), "for other blocks"),
-        (nf4(nested=False), shortened("weight"), "do not belong"),
+        pytest.param(
+            nf4(nested=True),
+            shortened("weight.nested_absmax"),
+            "for other blocks",
+            marks=pytest.mark.extended,
+        ),
+        pytest.param(nf4(nested=False), shortened("weight"), "do not belong", marks=pytest.mark.extended),
     ],
 )
 def test_tensors_that_do_not_belong_together_are_refused(

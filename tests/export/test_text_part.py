@@ -72,7 +72,7 @@ def wrapper(folder: Path, model_type: str) -> PreTrainedModel:
         model_type, text_config={**ids, **TINY_MODELS[text]}, **{encoder: encoder_config}
     )
     [named] = {name for names in _MAPPINGS for kind, name in names.items() if kind == model_type}
-    torch.manual_seed(0)    # of the parameters that `randomize` only adds to
+    torch.manual_seed(0)  # of the parameters that `randomize` only adds to
     model = getattr(__import__("transformers"), named)._from_config(config, dtype=torch.float32).eval()
     randomize(model)
     model.save_pretrained(folder)
@@ -107,9 +107,7 @@ def test_the_text_model_of_gemma_3n_is_found_in_its_wrapper(tmp_path: Path) -> N
     assert np.abs(chunked_logits(graph, ids) - expected).max() < MAX_DIFFERENCE
 
 
-@pytest.mark.parametrize(
-    "model_type", with_extended(_TEXTS, always={"gemma3", "gemma4", "mistral3", "qwen3_5", "voxtral"})
-)
+@pytest.mark.parametrize("model_type", with_extended(_TEXTS, always={"gemma3", "qwen3_5"}))
 def test_a_text_model_equals_the_whole_model(
     tmp_path: Path, model_type: str, caplog: pytest.LogCaptureFixture
 ) -> None:

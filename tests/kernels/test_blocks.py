@@ -26,6 +26,7 @@ from tests.kernels.linear_calls import (
     random_rows,
     reference,
 )
+from tests.support.representatives import with_extended
 
 KINDS = tuple(BLOCK_FORMATS)
 
@@ -56,7 +57,7 @@ def full(kind: str, outputs: int, inputs: int, *, code: int) -> NDArray[np.uint8
         case "Q8_0":
             blocks[:, :, 2:] = code
         case "Q4_K" | "Q5_K":
-            blocks[:, :, 4:8] = blocks[:, :, 12:16] = 1     # the scales; minimums are zero
+            blocks[:, :, 4:8] = blocks[:, :, 12:16] = 1  # the scales; minimums are zero
             blocks[:, :, 16:48] = 255 * (code >> 4)
             blocks[:, :, known.bytes - 128 :] = low
         case "Q4Z_32" | "Q4Z_64" | "Q4Z_128":
@@ -71,7 +72,7 @@ def full(kind: str, outputs: int, inputs: int, *, code: int) -> NDArray[np.uint8
 @given(
     st.lists(st.sampled_from(KINDS), min_size=1, max_size=3),
     st.integers(1, 9),
-    st.integers(3, 110) | st.integers(256, 400),    # few rows read several of the larger's panels together
+    st.integers(3, 110) | st.integers(256, 400),  # few rows read several of the larger's panels together
     st.integers(0, 20),
     st.sampled_from(NORMS),
     st.sampled_from(ACTIVATIONS),
@@ -118,7 +119,12 @@ def test_the_largest_products_are_exact(kind: str, largest: bool) -> None:
         np.testing.assert_array_equal(got, (rows @ layer.weight.T).astype(np.float32))
 
 
-@pytest.mark.parametrize("kinds", [*([kind] for kind in KINDS), ["Q4_K", "Q6_K", "Q8_0"]])
+@pytest.mark.parametrize(
+    "kinds",
+    with_extended(
+        [*([kind] for kind in KINDS), ["Q4_K", "Q6_K", "Q8_0"]], always=(["Q4_K", "Q6_K", "Q8_0"], ["Q5_0"])
+    ),
+)
 def test_a_row_does_not_depend_on_batch_chunks_and_threads(kinds: list[str]) -> None:
     rng = np.random.default_rng(1)
     layer = make_layer(rng, kinds=kinds, in_features=1280, out_features=555, norm="rms")
@@ -133,8 +139,10 @@ def test_a_row_does_not_depend_on_batch_chunks_and_threads(kinds: list[str]) -> 
 
 def test_segments_have_the_bits_of_separate_layers() -> None:
     rng = np.random.default_rng(2)
-    parts = [(kind, random_rows(rng, kind, count, 256)) for kind, count in
-             [("Q4_K", 70), ("Q5_0", 1), ("Q6_K", 45)]]
+    parts = [
+        (kind, random_rows(rng, kind, count, 256))
+        for kind, count in [("Q4_K", 70), ("Q5_0", 1), ("Q6_K", 45)]
+    ]
     x = rng.standard_normal((9, 256), dtype=np.float32)
     whole, separate = Layer(in_features=256, out_features=116), []
     whole.set_rows(parts)
@@ -227,7 +235,7 @@ def test_an_embedding_reads_int8_in_blocks(inputs: int, outputs: int, seed: int)
 def test_an_embedding_refuses_other_formats(weight_format: str) -> None:
     rng = np.random.default_rng(0)
     layer = make_layer(rng, weight_format=weight_format, in_features=64, out_features=40)
-    with pytest.raises(LinearError, match="neither \"int8_block\" nor"):
+    with pytest.raises(LinearError, match='neither "int8_block" nor'):
         embedding(layer, np.array([3]))
 
 

@@ -10,6 +10,7 @@ import pytest
 from tests.kernels.c_types import instruction_sets
 from tests.kernels.experts_calls import Case, ExpertsError, Routing, compute, make_case, reference
 from tests.kernels.linear_calls import FORMATS
+from tests.support.representatives import with_extended
 
 ROUTINGS = {
     "softmax": Routing(num_experts=8, top_k=3, normalise=0.0),
@@ -73,10 +74,12 @@ def test_many_rows_of_an_expert_are_multiplied_in_parts() -> None:
 
 def test_gpt_oss_limits_gates_and_values() -> None:
     case = make_case(
-        ROUTINGS["softmax of the chosen"], formats=("float32", "float32"), activation="clamped_swiglu",
+        ROUTINGS["softmax of the chosen"],
+        formats=("float32", "float32"),
+        activation="clamped_swiglu",
         bias=True,
     )
-    for layer in case.inner:    # or the limits would not matter
+    for layer in case.inner:  # or the limits would not matter
         layer.weight = layer.weight * 3
         layer.set_weight(layer.weight)
     assert_equals_the_reference(case, 19)
@@ -104,7 +107,9 @@ def test_the_bits_of_a_row_depend_on_it_alone(isa: str, formats: tuple[str, str]
 
 
 @pytest.mark.parametrize("isa", instruction_sets())
-@pytest.mark.parametrize("kinds", [("Q4_K", "Q6_K"), ("Q5_0", "Q8_0")])
+@pytest.mark.parametrize(
+    "kinds", with_extended([("Q4_K", "Q6_K"), ("Q5_0", "Q8_0")], always={("Q4_K", "Q6_K")})
+)
 def test_panels_that_few_rows_read_together_have_the_bits_of_one(isa: str, kinds: tuple[str, str]) -> None:
     """Experts of one or two rows multiply four panels at a time, if each thread gets eight."""
     case = make_case(ROUTINGS["softmax"], kinds=kinds, hidden=512, intermediate=256, biases=True)

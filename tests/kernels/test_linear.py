@@ -23,6 +23,7 @@ from tests.kernels.linear_calls import (
     make_layer,
     reference,
 )
+from tests.support.representatives import with_extended
 
 INTEGER_FORMATS = FORMATS[:3]
 
@@ -129,7 +130,7 @@ def test_the_largest_row_of_int8_does_not_overflow() -> None:
     inputs = 1 << 17
     layer = Layer(in_features=inputs, out_features=1)
     layer.set_quantized(packing.Quantized(np.full((1, inputs), -127, np.int8), np.ones((1, 1), np.float32)))
-    rows = 17       # more than a tile of vectors has
+    rows = 17  # more than a tile of vectors has
     x = np.full((rows, inputs), 63.5, np.float32)  # two add up to 127, and are rounded to 64
     opposite = np.tile(np.array([127, -127], np.float32), (rows, inputs // 2))
     alternating = Layer(in_features=inputs, out_features=1)
@@ -141,7 +142,7 @@ def test_the_largest_row_of_int8_does_not_overflow() -> None:
             assert got.tolist() == [[sign * 127.0 * 127 * inputs]] * rows
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", with_extended(NORMS, always={"", "rms"}))
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_a_row_does_not_depend_on_batch_chunks_and_threads(weight_format: str, norm: str) -> None:
     rng = np.random.default_rng(1)

@@ -14,6 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from genserve import kernels
 from tests.kernels.linear_calls import FORMATS, INPUTS, Layer, compute, make_layer
+from tests.support.representatives import with_extended
 
 FLOAT = TensorProto.FLOAT
 
@@ -57,7 +58,7 @@ def run(session: onnxruntime.InferenceSession, **inputs: NDArray[Any]) -> NDArra
     return y
 
 
-@pytest.mark.parametrize("norm", ["", "rms", "layer"])
+@pytest.mark.parametrize("norm", with_extended(["", "rms", "layer"], always={"", "rms"}))
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_a_session_computes_the_same_as_the_function(weight_format: str, norm: str) -> None:
     rng = np.random.default_rng(0)

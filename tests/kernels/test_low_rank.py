@@ -26,6 +26,7 @@ from tests.kernels.linear_calls import (
     normed,
     reference,
 )
+from tests.support.representatives import with_extended
 
 Array = NDArray[Any]
 Adapter = list[LowRankPart]
@@ -157,9 +158,9 @@ def test_the_products_of_random_numbers_are_close(weight_format: str, most: floa
     assert np.linalg.norm(found - delta) < most * np.linalg.norm(delta)
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", with_extended(NORMS, always={"", "rms"}))
 @pytest.mark.parametrize("weight_format", FORMATS)
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("gated", [False, pytest.param(True, marks=pytest.mark.extended)])
 def test_a_row_has_the_bits_of_its_adapter_alone(weight_format: str, norm: str, gated: bool) -> None:
     rng = np.random.default_rng(1)
     layer = make_layer(

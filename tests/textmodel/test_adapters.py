@@ -38,6 +38,7 @@ from tests.export.adapters import adapted_model, write_adapter
 from tests.export.graphs import NOTHING_SEEN, conversion_of, write_conversion, write_graph
 from tests.export.tiny_models import TINY_MODELS
 from tests.export.tiny_models import tiny_checkpoint as family_checkpoint
+from tests.support.representatives import with_extended
 from tests.support.transformers_reference import reference_logits
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -47,9 +48,7 @@ T = TypeVar("T")
 
 
 def adapters_of(logits: Any, *, max_loaded: int = 8) -> Adapters:
-    return Adapters(
-        model="tiny", logits=logits, metrics=Metrics().for_model("tiny"), max_loaded=max_loaded
-    )
+    return Adapters(model="tiny", logits=logits, metrics=Metrics().for_model("tiny"), max_loaded=max_loaded)
 
 
 def forward(
@@ -201,7 +200,7 @@ def test_the_export_of_int8_says_how_it_has_balanced_inputs(
         plain, found = forward(logits, [IDS, IDS], [None, known.acquire("a")])
         changes.append(found - plain)
     error = np.abs(changes[0] - changes[1]).mean() / np.abs(changes[1]).mean()
-    assert error < 0.2      # 0.5 if the factors are left out
+    assert error < 0.2  # 0.5 if the factors are left out
 
 
 # What is refused: the change of a folder, and what the error names.
@@ -258,7 +257,9 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize(
+    "case", with_extended(REFUSED, always={"layers", "shape", "no rank", "infinite", "file", "json"})
+)
 def test_an_adapter_that_a_request_cannot_choose_is_refused(
     case: str, base: Path, adapters: list[Path], tmp_path: Path
 ) -> None:
@@ -467,7 +468,7 @@ def test_who_waits_for_an_adapter_gets_the_new_one_if_its_files_are_replaced(
     changes: queue.SimpleQueue[str] = queue.SimpleQueue()
     b, first, second = (known.acquire(name, on_change=partial(changes.put, name)) for name in "bcc")
     before = b.sha256
-    known.load("b", adapters[2])        # the files that it waits for are still there
+    known.load("b", adapters[2])  # the files that it waits for are still there
     with_config(lora_alpha=12)(folder)
     new = known.load("c", folder)
     assert first.sha256 != new.sha256
@@ -501,7 +502,7 @@ def test_who_waits_hears_of_a_new_adapter_that_is_in_memory_already(
     changed = threading.Event()
     waiting = known.acquire("c", on_change=changed.set)
     with_config(lora_alpha=12)(folder)
-    new = known.load("c", folder)       # while the old files are read
+    new = known.load("c", folder)  # while the old files are read
     assert not changed.is_set()
     opened.set()
     assert changed.wait(60)
@@ -585,7 +586,7 @@ def test_every_end_of_a_request_gives_its_adapter_back(
     assert (len(given), known._slots[info].users) == (1, [])
     params = SamplingParams(max_tokens=100, ignore_eos=True)
     request = model.prepare_choices("hello", params, num_choices=3, adapter="a")
-    with DeltaStream(engine, request) as stream:    # cancelled, unless it ends sooner
+    with DeltaStream(engine, request) as stream:  # cancelled, unless it ends sooner
         next(stream)
     engine.drain(timeout_s=60)
     assert (len(given), known._slots[info].users) == (4, [])

@@ -30,13 +30,14 @@ def labelled_set(temperature: float, *, num: int = 3000, seed: int = 0) -> tuple
         log_softmax(random.normal(scale=4, size=int(random.integers(2, 6)))) - random.random()
         for _ in range(num)
     ]
-    labels = [
-        int(random.choice(len(one), p=np.exp(log_softmax(one / temperature)))) for one in logprobs
-    ]
+    labels = [int(random.choice(len(one), p=np.exp(log_softmax(one / temperature)))) for one in logprobs]
     return logprobs, labels
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.5])
+@pytest.mark.parametrize(
+    "temperature",
+    [pytest.param(0.5, marks=pytest.mark.extended), pytest.param(1.0, marks=pytest.mark.extended), 2.5],
+)
 def test_the_temperature_is_the_one_of_least_loss(temperature):
     logprobs, labels = labelled_set(temperature)
     padded = np.array([np.pad(one, (0, 5 - len(one)), constant_values=-np.inf) for one in logprobs])

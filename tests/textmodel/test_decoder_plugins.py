@@ -283,19 +283,38 @@ def test_an_invalid_plugin_call_is_rejected_with_its_field(llm, options, field, 
     ("options", "words"),
     [
         ({"logits_processors": [call("breaks")]}, "logits processor 'breaks' failed: ZeroDivisionError"),
-        ({"logits_processors": [call("breaks", how="exit")]}, "'breaks' failed: SystemExit"),
+        pytest.param(
+            {"logits_processors": [call("breaks", how="exit")]},
+            "'breaks' failed: SystemExit",
+            marks=pytest.mark.extended,
+        ),
         ({"logits_processors": [call("breaks", how="shape")]}, "returned logits of shape (2,)"),
-        ({"logits_processors": [call("fails")]}, "logits processor 'fails' failed"),
+        pytest.param(
+            {"logits_processors": [call("fails")]},
+            "logits processor 'fails' failed",
+            marks=pytest.mark.extended,
+        ),
         ({"stop_rules": [call("breaks", after=2)]}, "stop rule 'breaks' failed: ZeroDivisionError"),
-        (
+        pytest.param(
             {"logits_processors": [call("insists", text="n")], "structured_outputs": {"choice": ["yes"]}},
             "is not allowed by the request's grammar",
+            marks=pytest.mark.extended,
         ),
         ({"logits_processors": [call("hooked")]}, "the hook of the logits processor 'hooked' is 'post'"),
-        ({"output_parser": call("mute")}, "output parser 'mute' did not return a string"),
+        pytest.param(
+            {"output_parser": call("mute")},
+            "output parser 'mute' did not return a string",
+            marks=pytest.mark.extended,
+        ),
         ({"output_parser": call("nothing")}, "'nothing' has no method push"),
-        ({"output_parser": call("late")}, "output parser 'late' failed"),
-        ({"output_parser": call("late"), "max_time_ms": 1}, "output parser 'late' failed"),
+        pytest.param(
+            {"output_parser": call("late")}, "output parser 'late' failed", marks=pytest.mark.extended
+        ),
+        pytest.param(
+            {"output_parser": call("late"), "max_time_ms": 1},
+            "output parser 'late' failed",
+            marks=pytest.mark.extended,
+        ),
     ],
 )
 def test_an_exception_of_a_plugin_ends_its_own_answer_and_names_it(llm, options, words):

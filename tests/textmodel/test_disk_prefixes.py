@@ -100,7 +100,7 @@ def test_a_changed_model_has_a_folder_of_its_own(repository, tmp_path, expected)
         assert model.answer() == expected
     [weights] = (repository / "tiny_logits" / "1").glob("*.data")
     changed = bytearray(weights.read_bytes())
-    changed[-2] ^= 1        # of the last float
+    changed[-2] ^= 1  # of the last float
     weights.write_bytes(changed)
     with served(repository, folder) as model:
         model.answer()
@@ -115,7 +115,7 @@ def test_a_model_whose_files_change_while_it_loads_writes_nothing(repository, tm
     def load_and_change(*args: Any, **options: Any) -> Any:
         loaded = load_logits(*args, **options)
         content = weights.read_bytes()
-        weights.unlink()        # the old ones are mapped
+        weights.unlink()  # the old ones are mapped
         weights.write_bytes(content[64:] + content[:64])
         return loaded
 
@@ -146,6 +146,7 @@ def test_another_graph_in_the_same_folder_has_a_folder_of_its_own(repository, tm
     assert len(fingerprints(folder)) == 2
 
 
+@pytest.mark.extended
 def test_a_model_that_needs_no_kernels_loads_without_them(traced_repository, tmp_path, monkeypatch):
     def not_built() -> str:
         raise GenserveError("genserve's kernels are not built")

@@ -19,8 +19,8 @@ from genserve.text.reasoning import THINKING_TAGS
 from genserve.text.tool_formats import TOOL_FORMATS
 from genserve.textmodel.text_model_loader import looks_up_prompts
 from tests.support.model_families import FAMILIES, VOCAB_SIZE
+from tests.support.representatives import with_extended
 from tests.support.tiny_llama import tiny_tokenizer
-from tests.support.tool_forms import FORMS
 
 PROMPTS = ("the tea that the eater ate at the ", "one two three one two three one two ", "a")
 
@@ -86,7 +86,7 @@ PUT = Tool(
 THOUGHTS = {mark for tags in THINKING_TAGS for mark in tags[:2]}
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", with_extended(TOOL_FORMATS, always=("hermes", "qwen3_coder")))
 def test_speculation_does_not_change_calls(tiny_repository, tmp_path, form):
     call = TOOL_FORMATS[form].written([("put", '{"n": 1, "s": "tea"}')])
     # The marks are tokens, as in models, except those of thoughts, which may be long.

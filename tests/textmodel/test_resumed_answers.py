@@ -159,7 +159,7 @@ _SAMPLED = st.fixed_dictionaries(
 def params_of(options):
     try:
         return sampling_params(options)
-    except InvalidRequest:      # two parameters exclude each other
+    except InvalidRequest:  # two parameters exclude each other
         return assume(False)
 
 
@@ -197,7 +197,7 @@ _SCHEMA = {
     "outputs",
     [{"json": _SCHEMA}, {"json_object": True}, {"regex": "(ab|cd){1,9}e"}, {"choice": ["tea", "team"]}],
 )
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.extended)])
 def test_a_grammar_continues(models, outputs, seed):
     options = {"structured_outputs": outputs, "temperature": 1.0, "seed": seed, "max_tokens": 40}
     assert_the_same(models["sampling"], PROMPT, sampling_params({**options, "logprobs": True}))
@@ -245,7 +245,7 @@ MIROSTAT = {"mirostat_tau": 2.0, "mirostat_eta": 1.0}
         {"logits_processors": [{"name": "alternate"}]},
     ],
 )
-@pytest.mark.parametrize("stream_interval", [1, 3])
+@pytest.mark.parametrize("stream_interval", [1, pytest.param(3, marks=pytest.mark.extended)])
 def test_a_state_that_depends_on_logits_is_found_again(models, options, stream_interval):
     sampled = {"temperature": 1.0, "seed": 1, "logprobs": True, "max_tokens": 40}
     params = sampling_params({**sampled, "stream_interval": stream_interval, **options})
@@ -267,7 +267,12 @@ def test_a_loop_that_answers_otherwise_ends_with_a_typed_error(models):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"logprobs": True}, {"stop": ("e",)}, {"num_beam_groups": 2, "diversity_penalty": 0.5}],
+    [
+        pytest.param({}, marks=pytest.mark.extended),
+        {"logprobs": True},
+        pytest.param({"stop": ("e",)}, marks=pytest.mark.extended),
+        {"num_beam_groups": 2, "diversity_penalty": 0.5},
+    ],
 )
 def test_beams_are_searched_again_in_silence(models, options):
     model = models["sampling"]

@@ -116,8 +116,8 @@ def compare(file: Path, prompts: Sequence[Sequence[int]], seeds: range) -> None:
 @pytest.mark.parametrize(
     "seeds",
     [
-        range(40),
-        pytest.param(range(40, 100), marks=pytest.mark.extended),
+        range(15),
+        pytest.param(range(15, 100), marks=pytest.mark.extended),
         pytest.param(range(100, NUM_SCHEDULES), marks=pytest.mark.slow),
     ],
     ids=str,

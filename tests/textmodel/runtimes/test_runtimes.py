@@ -34,9 +34,7 @@ MAX_LENGTH = 128
 
 def whole(checkpoint: Path, folder: Path) -> LogitsModel:
     config = config_of(WHOLE_CONFIG)
-    module = open_module(
-        whole_torchscript(folder / "model.pt", checkpoint), config=config, placement=ON_CPU
-    )
+    module = open_module(whole_torchscript(folder / "model.pt", checkpoint), config=config, placement=ON_CPU)
     return UncachedLogits(module.run, config, max_length=MAX_LENGTH)
 
 
@@ -184,12 +182,14 @@ def test_a_sequence_is_filled_to_its_end(logits, reference):
     assert_equal_to_reference(sequences.forward({"b": [6], "a": history[-1:]}), reference)
 
 
-@pytest.mark.parametrize("speculation", [None, Speculation(PromptLookup())], ids=["plain", "speculating"])
+@pytest.mark.parametrize(
+    "speculation",
+    [pytest.param(None, marks=pytest.mark.extended), Speculation(PromptLookup())],
+    ids=["plain", "speculating"],
+)
 def test_the_engine_s_greedy_tokens_are_those_of_generate(logits, reference, speculation):
     """Ragged prompts that come and go, with a logits request that branches off one of them."""
-    engine = Engine(
-        logits, decode=sample_loop, clock=Clock(), speculation=speculation
-    )
+    engine = Engine(logits, decode=sample_loop, clock=Clock(), speculation=speculation)
     sizes = {"max_length": MAX_LENGTH, "vocab_size": logits.vocab_size}
     prompts = [random_ids(20 + i, n) for i, n in enumerate((3, 30, 11, 1, 18))]
     sequences = [
