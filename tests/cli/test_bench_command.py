@@ -39,7 +39,15 @@ def runs(*flags: str) -> list[dict]:
     return json.loads(ran.stdout)["runs"]
 
 
-@pytest.mark.parametrize("backend", ["openai-chat", "openai", "tgi", "kserve-generate"])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "openai-chat",
+        pytest.param("openai", marks=pytest.mark.extended),
+        pytest.param("tgi", marks=pytest.mark.extended),
+        "kserve-generate",
+    ],
+)
 def test_each_concurrency_is_measured_and_printed(tiny_server: LiveServer, backend: str) -> None:
     levels = ("--concurrency", "1", "--max-concurrency", "3")
     ran = bench("--url", tiny_server.url, "--backend", backend, *levels)

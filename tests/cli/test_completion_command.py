@@ -28,17 +28,16 @@ WITH_TERMINAL = (
 STARTS = {
     "bash": (
         ["--norc", "--noprofile", "-i"],
-        "bind -x '\"\\C-t\": printf \"LINE<%s>\\n\" \"$READLINE_LINE\"'; "
-        'eval "$(genserve completion bash)"',
+        'bind -x \'"\\C-t": printf "LINE<%s>\\n" "$READLINE_LINE"\'; eval "$(genserve completion bash)"',
     ),
     "zsh": (
         ["-f", "-i"],
-        "autoload -U compinit; compinit -D -u; show() { print -r \"LINE<$BUFFER>\" }; zle -N show; "
+        'autoload -U compinit; compinit -D -u; show() { print -r "LINE<$BUFFER>" }; zle -N show; '
         "bindkey '^T' show; source <(genserve completion zsh)",
     ),
     "fish": (
         ["--no-config", "-i"],
-        "bind \\ct 'echo \"LINE<\"(commandline)\">\"'; genserve completion fish | source",
+        'bind \\ct \'echo "LINE<"(commandline)">"\'; genserve completion fish | source',
     ),
 }
 
@@ -50,7 +49,7 @@ def complete(line: str, **environment: str) -> dict[str, str]:
     )
     asked = {
         "_ARGCOMPLETE": "1",
-        "_ARGCOMPLETE_SHELL": "fish",       # which gets the help, too
+        "_ARGCOMPLETE_SHELL": "fish",  # which gets the help, too
         "_ARGCOMPLETE_DFS": "\t",
         "_ARGCOMPLETE_SUPPRESS_SPACE": "1",
         "COMP_LINE": line,
@@ -168,8 +167,14 @@ def shell(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     ("typed", "line"),
     [
         ("genserve generate --set repetition_p", "genserve generate --set repetition_penalty="),
-        ("genserve export --precision=fp1", "genserve export --precision=fp16 "),
-        ("genserve tune --model-repository models sm", "genserve tune --model-repository models smollm2 "),
+        pytest.param(
+            "genserve export --precision=fp1", "genserve export --precision=fp16 ", marks=pytest.mark.extended
+        ),
+        pytest.param(
+            "genserve tune --model-repository models sm",
+            "genserve tune --model-repository models smollm2 ",
+            marks=pytest.mark.extended,
+        ),
         ("genserve tune --model-repository mod", "genserve tune --model-repository models/"),
         ("echo x | genserve gen", "echo x | genserve generate "),
     ],

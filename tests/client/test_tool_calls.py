@@ -56,7 +56,15 @@ def called(answer: Completion) -> list[tuple[str, str]]:
 NAMED = {"type": "function", "function": {"name": "g"}}
 
 
-@pytest.mark.parametrize("choice", ["required", "auto", "none", NAMED])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "required",
+        "auto",
+        pytest.param("none", marks=pytest.mark.extended),
+        pytest.param(NAMED, marks=pytest.mark.extended),
+    ],
+)
 def test_all_callers_get_the_same_calls(callers: list[Any], choice: ToolChoice) -> None:
     options: Any = {"tools": TOOLS, "tool_choice": choice, "max_tokens": 90, "seed": 3, "temperature": 1.0}
     answers = [caller.chat("Hi", **options) for caller in callers]

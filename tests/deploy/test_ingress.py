@@ -158,7 +158,7 @@ def shown(response: httpx2.Response) -> tuple[int, str, str]:
     )
 
 
-@pytest.mark.parametrize("kind", ["ingress", "lossy"])
+@pytest.mark.parametrize("kind", [pytest.param("ingress", marks=pytest.mark.extended), "lossy"])
 @pytest.mark.parametrize(("path", "body"), REQUESTS, ids=lambda value: json.dumps(value)[:60])
 def test_answers_as_a_single_server(
     request: pytest.FixtureRequest, single: httpx2.Client, kind: str, path: str, body: Any
@@ -244,7 +244,7 @@ def test_a_request_is_rejected_early_while_all_replicas_are_full(
         LiveIngress(repository, {"tiny": full}) as server,
         httpx2.Client(base_url=server.url, timeout=60) as client,
     ):
-        rejected = client.post("/v1/completions", json={"prompt": 5.5})     # which is not validated any more
+        rejected = client.post("/v1/completions", json={"prompt": 5.5})  # which is not validated any more
         assert rejected.status_code == 429
         assert rejected.headers["retry-after-ms"] == "250"
         assert "add replicas" in rejected.text
@@ -376,7 +376,7 @@ def test_answers_the_probe_of_kuberay(
     """KubeRay looks for the word in the answer of a pod's port, without a key."""
     answer = ingress.get("/-/healthz")
     assert (answer.status_code, answer.text) == (200, "success")
-    monkeypatch.setattr(ingress_server, "_START_S", 0.01)   # no model answers
+    monkeypatch.setattr(ingress_server, "_START_S", 0.01)  # no model answers
     with LiveIngress(repository, {"tiny": LocalReplicas()}, api_key="key") as server:
         answer = httpx2.get(f"{server.url}/-/healthz")
     assert (answer.status_code, answer.text) == (503, "not ready")

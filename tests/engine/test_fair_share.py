@@ -48,9 +48,7 @@ class Run:
         self.ended: list[TokenSequence] = []
         self._random = random.Random(1)
 
-    def add(
-        self, share: KeyShare, num_tokens: int, *, max_tokens: int, priority: int = 0
-    ) -> TokenSequence:
+    def add(self, share: KeyShare, num_tokens: int, *, max_tokens: int, priority: int = 0) -> TokenSequence:
         prompt = self._random.choices(range(64), k=num_tokens)
         sequence = sequence_of(
             prompt, max_length=MAX_LENGTH, max_tokens=max_tokens, ignore_eos=True, priority=priority
@@ -79,7 +77,7 @@ class Run:
                 self.engine.remove([sequence])
                 self.open[sequence.share.name] -= 1
                 self.ended.append(sequence)
-        if self.engine.num_running % 3 == 0:    # it takes longer than the step
+        if self.engine.num_running % 3 == 0:  # it takes longer than the step
             self.engine.check_integrity()
 
     def until_first_token(self, sequence: TokenSequence) -> float:
@@ -127,10 +125,12 @@ def test_a_key_has_its_slots_even_if_the_blocks_are_taken() -> None:
     assert len(run.ended) - others < 4
 
 
-@pytest.mark.parametrize("weight", [1, 3, 0.25])
+@pytest.mark.parametrize(
+    "weight", [pytest.param(1, marks=pytest.mark.extended), 3, pytest.param(0.25, marks=pytest.mark.extended)]
+)
 def test_tokens_divide_by_weight(weight: float) -> None:
     run, bob = Run(), KeyShare("bob", weight)
-    for _ in range(300):    # until what the second key may keep is used up
+    for _ in range(300):  # until what the second key may keep is used up
         run.flood(ALICE)
         run.flood(bob)
         run.step()

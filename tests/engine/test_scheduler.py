@@ -78,7 +78,10 @@ def test_a_long_prompt_at_most_doubles_the_gaps_of_streams_and_is_hardly_later()
     assert taken_s < 2.2 * alone_s
 
 
-@pytest.mark.parametrize("num_prompts", [3, 8, 20])
+@pytest.mark.parametrize(
+    "num_prompts",
+    [pytest.param(3, marks=pytest.mark.extended), 8, pytest.param(20, marks=pytest.mark.extended)],
+)
 def test_long_prompts_together_slow_streams_down_by_a_bound_however_many_they_are(num_prompts):
     run = Run()
     streams = [run.add(8, max_tokens=1500, start=number) for number in range(4)]
@@ -161,8 +164,8 @@ def test_a_third_long_prompt_waits_but_a_short_one_behind_it_does_not():
     [
         ([5], 100, [5]),
         ([5], 3, [3]),
-        ([4, 100], 40, [4, 36]),            # the longest gets the rest
-        ([30, 30, 100], 40, [30, 0, 10]),   # or at least a quarter
+        ([4, 100], 40, [4, 36]),  # the longest gets the rest
+        ([30, 30, 100], 40, [30, 0, 10]),  # or at least a quarter
         ([60, 60, 60], 64, [48, 0, 16]),
         ([2, 2, 2], 1, [1, 0, 0]),
     ],
@@ -194,15 +197,15 @@ def scheduler_with(
         (2, [], [1, 1]),
         (0, [10], [10]),
         (0, [300], [256]),
-        (0, [300, 20], [20, 236]),                  # the shortest first
-        (0, [200, 200, 200], [192, 64]),            # two prompts unfinished: the third waits
-        (0, [200, 200, 200, 5], [5, 187, 64]),      # but not a short one behind it
+        (0, [300, 20], [20, 236]),  # the shortest first
+        (0, [200, 200, 200], [192, 64]),  # two prompts unfinished: the third waits
+        (0, [200, 200, 200, 5], [5, 187, 64]),  # but not a short one behind it
         (2, [10], [1, 1, 10]),
-        (2, [100], [1, 1, 15]),                     # a prompt may nearly double a step that decodes
-        (2, [100, 100], [1, 1, 23, 7]),             # and so may each of two
-        (4, [10], [1, 1, 1, 1]),                    # no slot is left
+        (2, [100], [1, 1, 15]),  # a prompt may nearly double a step that decodes
+        (2, [100, 100], [1, 1, 23, 7]),  # and so may each of two
+        (4, [10], [1, 1, 1, 1]),  # no slot is left
         (3, [10, 1], [1, 1, 1, 10]),
-        (3, [1], [1, 1, 1, 1]),                     # a prompt of one token is a decode
+        (3, [1], [1, 1, 1, 1]),  # a prompt of one token is a decode
     ],
 )
 def test_the_tokens_of_a_step(num_decodes, prompts, expected):
@@ -221,9 +224,9 @@ def test_the_tokens_of_a_step(num_decodes, prompts, expected):
 @pytest.mark.parametrize(
     ("num_blocks", "priorities", "preempted", "num_waiting"),
     [
-        (4, [0, 0], [], 0),             # each needs a second block
-        (3, [0, 0], [1], 1),            # the younger one goes
-        (3, [1, 0], [0], 1),            # or the one of lower priority
+        (4, [0, 0], [], 0),  # each needs a second block
+        (3, [0, 0], [1], 1),  # the younger one goes
+        (3, [1, 0], [0], 1),  # or the one of lower priority
         (5, [0, 0, 0], [2], 1),
         (2, [0], [], 0),
     ],
@@ -259,7 +262,7 @@ def test_a_request_without_a_place_or_blocks_makes_the_step_full():
     assert output is not None
     assert (output.full, output.started) == (True, [])
     scheduler, _ = scheduler_with(num_decodes=2, num_blocks=4)
-    scheduler.add(sequence_of([9] * 20))    # needs 2 blocks, and each of the others one more
+    scheduler.add(sequence_of([9] * 20))  # needs 2 blocks, and each of the others one more
     output = scheduler.schedule()
     assert output is not None
     assert (output.full, output.started) == (True, [])

@@ -15,6 +15,7 @@ from genserve.engine.speculation import DraftModel, PromptLookup, Proposer, Spec
 from tests.fakes.drafts import Foreseen, Oracle
 from tests.fakes.logits import VOCAB_SIZE, PagedLogits, greedy_answer
 from tests.fakes.sequences import Clock, logits_request, sample_loop, sequence_of
+from tests.support.representatives import with_extended
 
 PROMPT = [5, 6, 7]
 
@@ -97,7 +98,7 @@ def test_an_answer_may_end_in_the_middle_of_the_accepted_tokens():
         assert deltas[-1].usage.completion_tokens == position + 1
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", with_extended(range(10), always=range(5)))
 def test_speculation_changes_no_answer_whatever_the_sampling_parameters(seed):
     params = {
         "temperature": 1.5, "top_p": 0.9, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2,
@@ -353,7 +354,7 @@ def test_the_draft_model_proposes_its_most_likely_tokens():
     assert drafting(PagedLogits()).propose(sequence, 4) == greedy_answer([5, 6, 7], num_tokens=4)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", with_extended(range(10), always=range(5)))
 @pytest.mark.parametrize("num_blocks", [16, 24, 48])
 def test_drafts_do_not_depend_on_which_earlier_ones_were_accepted(seed, num_blocks):
     """Sequences take turns in too few blocks, and accept all, some or none of each draft."""
@@ -388,7 +389,7 @@ def test_a_draft_model_computes_only_new_tokens():
 def test_a_draft_model_evicts_the_least_recently_drafted_sequence():
     model = PagedLogits(num_blocks=16)
     draft, sequences = drafting(model), [sequence_of([number] * 20) for number in range(4)]
-    for number in (0, 1, 0, 2, 0):      # two of them fill the cache
+    for number in (0, 1, 0, 2, 0):  # two of them fill the cache
         draft.propose(sequences[number], 2)
     model.forwards.clear()
     draft.propose(sequences[0], 2)

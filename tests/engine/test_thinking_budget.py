@@ -36,7 +36,7 @@ def forced(prompt, answer, *, begun, num_tokens, place=np.array):
 @pytest.mark.parametrize(
     ("begun", "answer", "num_tokens", "expected"),
     [
-        (False, [1, 1, 1], 0, "...."),                  # it does not think
+        (False, [1, 1, 1], 0, "...."),  # it does not think
         (False, [5, 1, 1, 1], 2, "...xx"),
         (False, [5], 0, ".x"),
         (False, [5, 1, 6, 1, 5, 1, 1], 2, ".......x"),  # each thought has the whole budget
@@ -56,7 +56,7 @@ def written(budget, num_tokens, *, at=None, says=1):
             budget.end()
         logits = np.zeros(16, dtype=np.float32)
         budget(token_ids, logits)
-        budget(token_ids, logits)       # again, as after a preemption
+        budget(token_ids, logits)  # again, as after a preemption
         left = np.flatnonzero(np.isfinite(logits)).tolist()
         said = at.get(index, says)
         own = says if said == "end" else said
@@ -199,7 +199,7 @@ def test_an_ended_thought_says_why(thinking_repository):
             assert raised.value.field == "reasoning_budget_message"
 
 
-@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("greedy", [pytest.param(True, marks=pytest.mark.extended), False])
 def test_a_call_follows_an_ended_thought_with_and_without_drafts(tiny_repository, tmp_path, greedy):
     number = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     tools = [{"type": "function", "function": {"name": "add", "parameters": number}}]

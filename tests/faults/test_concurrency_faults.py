@@ -45,7 +45,7 @@ from tests.support.step_gate import StepGate
 from tests.text.vocabularies import byte_level_bpe, sentencepiece_bpe, tokenizer_of
 
 NUM_BLOCKS, BLOCK_SIZE = 8, 16
-POOL = NUM_BLOCKS * BLOCK_SIZE      # tokens
+POOL = NUM_BLOCKS * BLOCK_SIZE  # tokens
 _node, _value = helper.make_node, helper.make_tensor_value_info
 
 
@@ -78,7 +78,7 @@ async def test_the_event_loop_serves_others_while_a_thousand_requests_end_in_one
     model, metrics = HeldLogits(max_num_seqs=2000, max_length=4), Metrics()
     engine = engine_thread(model, limits=QueueLimits(max_requests=1000), metrics=metrics)
     sink = EventLoopSink(asyncio.get_running_loop())
-    turns = 0       # turns of the event loop, as another task sees them
+    turns = 0  # turns of the event loop, as another task sees them
     ends: list[int] = []
 
     async def probe() -> None:
@@ -101,7 +101,7 @@ async def test_the_event_loop_serves_others_while_a_thousand_requests_end_in_one
         for number in range(1, 1000)
     ]
     probing, *reading = map(asyncio.create_task, (probe(), *map(read, range(1000))))
-    await asyncio.sleep(0)      # all of them wait
+    await asyncio.sleep(0)  # all of them wait
     model.goes_on.set()
     answers = await asyncio.gather(*reading)
     probing.cancel()
@@ -190,11 +190,11 @@ def test_a_request_that_needs_more_than_the_pool_is_rejected_at_once_and_blocks_
 ) -> None:
     ledger, engine = RequestLedger(live), live.model.engine
     gate.shut()
-    running = complete(live, prompt=POOL - 20, tokens=20)       # all blocks
+    running = complete(live, prompt=POOL - 20, tokens=20)  # all blocks
     wait_until(lambda: gate.num_begun == 1)
     waiting = [complete(live, prompt=POOL - 40, tokens=5)]
     wait_until(lambda: engine.num_accepted == 2)
-    for request in TOO_LONG.values():       # nothing runs meanwhile
+    for request in TOO_LONG.values():  # nothing runs meanwhile
         status, answer = answer_on(complete(live, **request))
         assert (status, b"context_length_exceeded" in answer) == (400, True), answer
     waiting.append(complete(live, prompt=20, tokens=5))
@@ -234,7 +234,9 @@ def tokenizer_calls(text: str, ids: list[int]) -> list[Callable[[Tokenizer], Any
     ]
 
 
-@pytest.mark.parametrize("family", [byte_level_bpe, sentencepiece_bpe])
+@pytest.mark.parametrize(
+    "family", [byte_level_bpe, pytest.param(sentencepiece_bpe, marks=pytest.mark.extended)]
+)
 def test_threads_with_different_options_share_one_tokenizer(family: Callable[[], Any]) -> None:
     backend = family()
     name = backend.id_to_token(1)
@@ -344,7 +346,7 @@ def open_and_drop(live: LiveServer, gate: StepGate, *, per_face: int, over_grpc:
     dropped = threading.Event()
 
     def requests(number: int) -> Iterator[Any]:
-        if number % 2:      # every other stream has a request
+        if number % 2:  # every other stream has a request
             yield grpc_message()
         dropped.wait()
 
@@ -354,7 +356,7 @@ def open_and_drop(live: LiveServer, gate: StepGate, *, per_face: int, over_grpc:
         num_requests = len(sockets) + over_grpc // 2
         wait_until(lambda: engine.num_accepted == num_requests)
         gate.allow(1)
-        wait_until(lambda: gate.num_begun == num_begun + 2)     # some have their first token, the others wait
+        wait_until(lambda: gate.num_begun == num_begun + 2)  # some have their first token, the others wait
         for number, connection in enumerate(sockets):
             leave(connection, reset=bool(number % 2))
         for call in calls[: over_grpc // 2]:
@@ -365,6 +367,7 @@ def open_and_drop(live: LiveServer, gate: StepGate, *, per_face: int, over_grpc:
     assert ledger.ends() == {"abort": num_requests}
 
 
+@pytest.mark.extended
 def test_hundreds_of_idle_streams_that_are_dropped_leave_nothing(live: LiveServer, gate: StepGate) -> None:
     def num_descriptors() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
@@ -372,7 +375,7 @@ def test_hundreds_of_idle_streams_that_are_dropped_leave_nothing(live: LiveServe
     def num_tasks() -> int:
         return len(asyncio.all_tasks(event_loop))
 
-    open_and_drop(live, gate, per_face=2, over_grpc=4)      # what is created once and kept
+    open_and_drop(live, gate, per_face=2, over_grpc=4)  # what is created once and kept
     event_loop = live.server.services.output_sink()._queue._event_loop
     wait_until(lambda: not live.server.server_state.connections)
     before = num_descriptors(), num_tasks()

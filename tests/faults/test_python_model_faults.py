@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.support.live_server import LiveServer, wait_until
 from tests.support.python_models import CONFIG, write_model
+from tests.support.representatives import with_extended
 
 PROCESS = 'parameters { key: "EXECUTION" value { string_value: "process" } }'
 # Each fault is a line of `execute`, which a request selects by its place.
@@ -92,6 +93,11 @@ CRASHES = {
     "ends-its-process": 'subprocess.Popen(["sleep", "86123"]); os._exit(3)',
 }
 NO_FAULT = 1000
+# Those that `make test` tries.
+REPRESENTATIVES = {
+    "raises", "raises-a-lone-surrogate", "raises-a-base-exception", "exits", "recurses-for-ever",
+    "returns-junk", "returns-too-few", "raises-in-a-coroutine", "exits-in-a-coroutine",
+}  # fmt: skip
 
 
 def code(faults: dict[str, str]) -> str:
@@ -119,7 +125,7 @@ def is_right(answer: httpx2.Response, number: float) -> bool:
 
 
 @pytest.mark.parametrize("model", ["server", "process"])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", with_extended(FAULTS, always=REPRESENTATIVES))
 def test_a_fault_fails_its_own_call(url: str, model: str, fault: str) -> None:
     with httpx2.Client(base_url=url) as http:
         failed = infer(http, model, list(FAULTS).index(fault))
@@ -130,7 +136,7 @@ def test_a_fault_fails_its_own_call(url: str, model: str, fault: str) -> None:
         assert http.get(f"/v2/models/{model}/ready").status_code == 200
 
 
-@pytest.mark.parametrize("crash", CRASHES)
+@pytest.mark.parametrize("crash", with_extended(CRASHES, always={"is-killed"}))
 def test_a_crash_under_load_fails_its_own_call_and_the_process_comes_back(url: str, crash: str) -> None:
     wrong: list[str] = []
     counts = {"process": 0, "add": 0}

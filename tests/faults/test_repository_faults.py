@@ -136,6 +136,7 @@ def test_the_metrics_of_models_with_odd_names_can_be_read(repository: BrokenRepo
     assert set(ODD) <= models
 
 
+@pytest.mark.extended
 def test_thousands_of_folders_are_listed_beside_a_good_model(tmp_path: Path) -> None:
     for number in range(2000):
         (tmp_path / f"m{number}").mkdir()

@@ -22,10 +22,11 @@ from genserve.server.http import sse_response
 from genserve.server.kserve import inference as kserve_inference
 from tests.faults.one_place import FAILING, STATES, grpc_message, hold_place, leave, one_place, reach, send
 from tests.support.live_server import LiveServer, wait_until
+from tests.support.representatives import with_extended
 from tests.support.request_ledger import RequestLedger
 from tests.support.step_gate import StepGate
 
-FAILED_STATUS = {"tgi": 424, "kserve": 400}     # as those servers have it; the others 500
+FAILED_STATUS = {"tgi": 424, "kserve": 400}  # as those servers have it; the others 500
 # Where the deadline of a request is in its body.
 DEADLINE = {"max_time_ms": 60_000}
 DEADLINES: dict[str, dict[str, Any]] = dict.fromkeys(FACES, DEADLINE) | {
@@ -151,14 +152,14 @@ def test_requests_of_the_sdk_end_once(live: LiveServer, ledger: RequestLedger) -
 def pass_deadline(live: LiveServer, gate: StepGate) -> None:
     """Let the deadline of the newest request pass, and the engine notice it."""
     engine: Any = live.model.engine
-    with engine._queue._changed:        # a request counts as accepted just before it is among the arrivals
+    with engine._queue._changed:  # a request counts as accepted just before it is among the arrivals
         sequences = [*engine._open, *engine._queue._arrivals.sequences]
     [sequence] = (sequence for sequence in sequences if sequence.deadline_s is not None)
     sequence.deadline_s = engine._engine._next_deadline_s = engine.now_s
     gate.allow(2)
 
 
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("state", with_extended(STATES, always={"waiting", "decoding"}))
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("face", FACES)
 def test_a_deadline_ends_a_request(

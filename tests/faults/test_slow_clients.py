@@ -41,7 +41,7 @@ def connect(server: LiveServer) -> socket.socket:
 def send_for_ever(connection: socket.socket) -> None:
     while True:
         connection.sendall(bytes(2**16))
-        time.sleep(0.002)   # without it, this and the server take two cores until the server has had enough
+        time.sleep(0.002)  # without it, this and the server take two cores until the server has had enough
 
 
 def drip(connection: socket.socket, data: bytes) -> None:
@@ -159,7 +159,7 @@ def slow_reader(server: LiveServer, *, buffer_bytes: int = 4096) -> socket.socke
     return connection
 
 
-@pytest.mark.parametrize("bytes_per_read", [0, 8])
+@pytest.mark.parametrize("bytes_per_read", [0, pytest.param(8, marks=pytest.mark.extended)])
 def test_a_reader_that_stops_is_disconnected(hurried: LiveServer, bytes_per_read: int, caplog) -> None:
     with slow_reader(hurried) as connection:
         while "has not read its answer" not in caplog.text:

@@ -55,7 +55,10 @@ def both(logits: np.ndarray, metadata: SamplingMetadata) -> tuple[SamplerOutput,
     return answers
 
 
-@pytest.mark.parametrize("spread", [0.5, 3.0, 12.0])
+@pytest.mark.parametrize(
+    "spread",
+    [pytest.param(0.5, marks=pytest.mark.extended), 3.0, pytest.param(12.0, marks=pytest.mark.extended)],
+)
 def test_the_same_seeds_sample_the_tokens_of_the_host(spread):
     rng = np.random.default_rng(8)
     for _ in range(4):

@@ -28,6 +28,7 @@ from genserve.server.kserve import inference
 from genserve.server.services import repository_options
 from genserve.settings import ServerSettings
 from tests.support.live_server import LiveServer, wait_until
+from tests.support.representatives import with_extended
 
 NAMES = ("m1", "m2", "m3", "m4", "m5")
 CACHE_BYTES = 2**20
@@ -166,7 +167,7 @@ def first_line_then(http: httpx2.Client, dialect: str, then: Callable[[], None])
         return first, "".join(chunks)
 
 
-@pytest.mark.parametrize("dialect", STREAMS)
+@pytest.mark.parametrize("dialect", with_extended(STREAMS, always={"openai", "anthropic", "ollama"}))
 def test_a_stream_lives_while_its_model_is_loaded(http: httpx2.Client, gate: Gate, dialect: str) -> None:
     first, rest = first_line_then(http, dialect, gate.opened.set)
     assert first.startswith(STREAMS[dialect][2] if dialect != "ollama" else "{")
@@ -178,7 +179,7 @@ def test_a_stream_lives_while_its_model_is_loaded(http: httpx2.Client, gate: Gat
     assert ENDS[dialect] in rest
 
 
-@pytest.mark.parametrize("dialect", STREAMS)
+@pytest.mark.parametrize("dialect", with_extended(STREAMS, always={"openai", "anthropic", "ollama"}))
 def test_a_load_that_fails_late_is_an_error_in_the_stream(
     http: httpx2.Client, gate: Gate, dialect: str
 ) -> None:
@@ -353,6 +354,7 @@ def test_states_and_metrics(http: httpx2.Client) -> None:
     assert [model["displayName"] for model in http.get("/v1beta/models").json()["models"]] == [*NAMES]
 
 
+@pytest.mark.extended
 def test_two_of_five_models_for_many_clients(server: LiveServer, http: httpx2.Client) -> None:
     budget = server.server.services.repository.options.memory_budget_bytes
     on_demand = server.server.services.repository.on_demand

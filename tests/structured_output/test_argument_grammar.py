@@ -100,7 +100,7 @@ def read(form: str, text: str) -> list[tuple[str, str]]:
     return [(call.name, call.arguments) for call in joined_calls(delta.tool_calls)]
 
 
-@pytest.mark.parametrize("with_tokens", [False, True])
+@pytest.mark.parametrize("with_tokens", [pytest.param(False, marks=pytest.mark.extended), True])
 @pytest.mark.parametrize("form", with_extended(TAGGED, always=("qwen3_coder", "deepseek_v32")))
 def test_random_arguments_validate(form, with_tokens):
     tokenizer = vocabulary(form, with_tokens=with_tokens)
@@ -147,7 +147,7 @@ BAD = (
 )
 
 
-@pytest.mark.parametrize("form", TAGGED)
+@pytest.mark.parametrize("form", with_extended(TAGGED, always=("qwen3_coder", "deepseek_v32")))
 def test_arguments_are_held_by_the_schema(form):
     tokenizer = vocabulary(form, with_tokens=True)
     grammars = GrammarCompiler(tokenizer, vocab_size=VOCAB_SIZE)

@@ -13,12 +13,11 @@ from tokenizers.decoders import DecodeStream
 
 from genserve.text.detokenizer import Detokenizer
 from genserve.text.tokenizer import Tokenizer
+from tests.support.representatives import with_extended
 from tests.text.vocabularies import FAMILIES, KINDS, TEXTS, tokenizer_of
 
 TOKENIZERS = {family.__name__: tokenizer_of(family()) for family in KINDS}
-EACH = [
-    pytest.param(kind.__name__, marks=[] if kind in FAMILIES else pytest.mark.extended) for kind in KINDS
-]
+EACH = [pytest.param(kind.__name__, marks=[] if kind in FAMILIES else pytest.mark.extended) for kind in KINDS]
 NUM_UNKNOWN_IDS = 5  # as in a model whose embedding has more rows than the vocabulary
 
 
@@ -45,8 +44,18 @@ SCRIPTS = {
     "han": ("\u4f60\u597d", "\u4e16\u754c"),
     "emoji": ("\N{WAVING HAND SIGN}\U0001f3fd", "\U0001f469\u200d\U0001f680"),
 }
-SHAPES = ["{0} {1}", "{0}{1}", " {0} {1}", "  {0}  {1} ", "{0}\n\n{1}\n", "{0}, {1}!", "a {0} b {1}",
-          "{0}\t{1} 12", "<s>{0} </s> {1}", "{1} \N{GRINNING FACE} {0} ab"]
+SHAPES = [
+    "{0} {1}",
+    "{0}{1}",
+    " {0} {1}",
+    "  {0}  {1} ",
+    "{0}\n\n{1}\n",
+    "{0}, {1}!",
+    "a {0} b {1}",
+    "{0}\t{1} 12",
+    "<s>{0} </s> {1}",
+    "{1} \N{GRINNING FACE} {0} ab",
+]
 
 
 def pieces(tokenizer: Tokenizer, ids: Sequence[int], **options: Any) -> list[str]:
@@ -89,7 +98,7 @@ def test_a_prompt_and_its_continuation_are_the_full_decode(family: str, script: 
         text = tokenizer.decode(ids)
         for end in sorted({0, 1, len(ids) // 3, len(ids) // 2, len(ids) - 1}):
             prompt = tokenizer.decode(ids[:end])
-            if not prompt.endswith("\N{REPLACEMENT CHARACTER}"):     # it ends between two characters
+            if not prompt.endswith("\N{REPLACEMENT CHARACTER}"):  # it ends between two characters
                 streamed = pieces(tokenizer, ids[end:], behind=ids[:end])
                 assert prompt + "".join(streamed) == text, (shape, end)
 
@@ -150,7 +159,7 @@ def test_the_spelled_bytes_of_the_tokens_are_those_of_the_text(
 ) -> None:
     tokenizer = TOKENIZERS[family]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1 + NUM_UNKNOWN_IDS), max_size=40))
-    ids = [token_id for token_id in ids if tokenizer.token(token_id) != "<0x20>"]   # dropped at the beginning
+    ids = [token_id for token_id in ids if tokenizer.token(token_id) != "<0x20>"]  # dropped at the beginning
     detokenizer = tokenizer.detokenizer(skip_special_tokens=skip)
     spelled = b""
     for token_id in ids:
@@ -237,7 +246,7 @@ class CountingVocabulary:
         return self._tokenizer.decode(token_ids)
 
 
-@pytest.mark.parametrize("family", EACH)
+@pytest.mark.parametrize("family", with_extended(TOKENIZERS, always={"byte_level_bpe", "sentencepiece_bpe"}))
 def test_the_time_of_a_token_is_constant_for_any_tokens(family: str) -> None:
     tokenizer = TOKENIZERS[family]
     for token_id in range(tokenizer.vocab_size + 1):

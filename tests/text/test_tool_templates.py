@@ -148,7 +148,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "now", "description": "", "parameters": {"type": "object"}}},
 ]
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "find_city"}}
-ARGUMENTS = {"name": "Zürich \"x\"", "of": [1, 2]}
+ARGUMENTS = {"name": 'Zürich "x"', "of": [1, 2]}
 RESULT = {"role": "tool", "tool_call_id": "abcdefghi", "content": '{"found": true}'}
 
 
@@ -183,7 +183,9 @@ def tokenizer_with(folder: Path, **files: str) -> Tokenizer:
     [(QWEN, 2), (LLAMA, 1), (MISTRAL, 2), (SMOLLM3, 1)],
     ids=["qwen", "llama", "mistral", "smollm3"],
 )
-@pytest.mark.parametrize("tools", [TOOLS, []], ids=["tools", "none"])
+@pytest.mark.parametrize(
+    "tools", [TOOLS, pytest.param([], marks=pytest.mark.extended)], ids=["tools", "none"]
+)
 def test_the_prompt_is_that_of_transformers(folder, template, num_calls, tools):
     tokenizer = tokenizer_with(folder, **{"chat_template.jinja": template})
     name = "xml_tools" if "xml_tools" in template else "tools"
@@ -264,7 +266,7 @@ def test_a_template_with_tools_but_no_calls_gets_the_calls_as_text(folder):
     text = f"<tool_call>\n{written}\n</tool_call>"
     assert rendered.messages[2].content == f"{text}\n{text}"
     assert not rendered.messages[2].tool_calls
-    assert rendered.messages[3:] == chat.messages[3:]       # the template knows the results
+    assert rendered.messages[3:] == chat.messages[3:]  # the template knows the results
     assert rendered.tools == chat.tools
 
 
@@ -294,9 +296,7 @@ def test_the_text_before_a_call_is_a_part_of_the_thought_of_gpt_oss(folder):
 
 
 def test_a_template_without_tools_gets_them_as_text():
-    chat = Chat(
-        messages=read_messages(conversation(num_calls=2, as_text=True)), tools=read_tools(TOOLS)
-    )
+    chat = Chat(messages=read_messages(conversation(num_calls=2, as_text=True)), tools=read_tools(TOOLS))
     told = calls_as_text(tools_as_text(chat, SMOLLM2), SMOLLM2, with_results=True)
     system, tools, asked, called, first, second, *_ = told.messages
     assert not told.tools

@@ -53,7 +53,7 @@ def rendered(text: str, *, columns: int) -> list[str]:
     return shown(text, [], columns=columns, rows=200).lines()
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     st.lists(st.integers(0, len(ANSWER)), max_size=120),
     st.sampled_from([20, 34, 60, 200]),
@@ -143,7 +143,7 @@ def test_control_characters_are_escaped() -> None:
 
 
 def test_rendering_takes_a_part_of_the_time_only_and_catches_up_in_a_pause() -> None:
-    times_s = iter([0.0, 0.0, 0.1, *[0.2] * 100])    # the first paint takes a tenth of a second
+    times_s = iter([0.0, 0.0, 0.1, *[0.2] * 100])  # the first paint takes a tenth of a second
     terminal = EmulatedTerminal(columns=40, rows=5)
     stream = MarkdownStream(terminal.console, clock=lambda: next(times_s))
     for word in ("one", "two", "three", "four"):

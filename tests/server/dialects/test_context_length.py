@@ -9,7 +9,9 @@ from typing import Any
 import openai
 import pytest
 
-ROOM = 40   # tokens that the prompts of these tests leave, about
+from tests.support.representatives import with_extended
+
+ROOM = 40  # tokens that the prompts of these tests leave, about
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,9 +19,9 @@ class Route:
     """How a dialect writes a request, and where its answer says why it ended."""
 
     path: str
-    asks: str                   # the field of `max_tokens`
-    body: Any                   # makes the body of a text and a number of tokens
-    finish: tuple[Any, ...]     # the path to the reason in the answer
+    asks: str  # the field of `max_tokens`
+    body: Any  # makes the body of a text and a number of tokens
+    finish: tuple[Any, ...]  # the path to the reason in the answer
     ended: str = "length"
 
 
@@ -80,7 +82,7 @@ ROUTES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ROUTES)
+@pytest.mark.parametrize("name", with_extended(ROUTES, always=list(ROUTES)[::3]))
 def test_an_answer_that_exceeds_the_room_ends_with_the_context(http, tiny_server, name):
     route, context = ROUTES[name], tiny_server.model.max_length
     body = route.body("a " * ((context - ROOM) // 4), 100_000)

@@ -149,6 +149,7 @@ def test_documents_in_answers_are_left_out_by_name() -> None:
     assert request.unused() == ["messages=document", "messages=search_result"]
 
 
+@pytest.mark.extended
 def test_the_sdk_knows_the_blocks_that_are_tested() -> None:
     from anthropic.types import beta as sdk
 
@@ -191,9 +192,7 @@ def test_tools_of_anthropic_that_the_client_runs_are_functions(
         assert inserts in properties
         assert ("insert_text" in properties) is (inserts == "insert_text")
     assert request.unused() == []
-    ToolGrammar(
-        tool_format=HERMES, tools={0: tool}, must_call=True, parallel=True, after_reasoning=False
-    )
+    ToolGrammar(tool_format=HERMES, tools={0: tool}, must_call=True, parallel=True, after_reasoning=False)
 
 
 def test_the_memory_tool_takes_the_commands_of_the_sdk() -> None:
@@ -259,7 +258,11 @@ def test_fields_without_effect_take_anything() -> None:
     )
     assert request.chat().messages
     assert sorted(request.unused()) == [
-        "container", "context_management", "mcp_servers=url", "service_tier", "thinking.display"
+        "container",
+        "context_management",
+        "mcp_servers=url",
+        "service_tier",
+        "thinking.display",
     ]
 
 

@@ -226,8 +226,24 @@ OUTCOME = {"stdout": "a", "stderr": "", "outcome": {"type": "exit", "exit_code":
             {"output": [OUTCOME]},
             json.dumps([OUTCOME]),
         ),
-        (EDITS, {"type": "apply_patch"}, {"operation": UPDATE}, UPDATE, {"status": "failed"}, "failed"),
-        (EDITS, {"type": "apply_patch"}, {"operation": UPDATE}, UPDATE, {"output": "ok"}, "ok"),
+        pytest.param(
+            EDITS,
+            {"type": "apply_patch"},
+            {"operation": UPDATE},
+            UPDATE,
+            {"status": "failed"},
+            "failed",
+            marks=pytest.mark.extended,
+        ),
+        pytest.param(
+            EDITS,
+            {"type": "apply_patch"},
+            {"operation": UPDATE},
+            UPDATE,
+            {"output": "ok"},
+            "ok",
+            marks=pytest.mark.extended,
+        ),
     ],
 )
 def test_openai_tools_that_the_client_runs_are_called_by_items_of_their_own(
@@ -243,19 +259,15 @@ def test_openai_tools_that_the_client_runs_are_called_by_items_of_their_own(
     [item] = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert item.items() >= {"type": f"{kind}_call", **call}.items()
 
-    id_field = "id" if kind == "local_shell" else "call_id"     # as in OpenAI's types
+    id_field = "id" if kind == "local_shell" else "call_id"  # as in OpenAI's types
     output = {"type": f"{kind}_call_output", id_field: called["call_id"], **result}
     more = [output, {"role": "user", "content": CALLED}]
     history = [{"role": "user", "content": key}, called, *more]
     again = client.responses.create(model="tiny", input=history, tools=[tool])
-    by_id = client.responses.create(
-        model="tiny", input=more, tools=[tool], previous_response_id=whole["id"]
-    )
+    by_id = client.responses.create(model="tiny", input=more, tools=[tool], previous_response_id=whole["id"])
     messages = (
         Message(role="user", content=key),
-        Message(
-            role="assistant", tool_calls=(ToolCall(id="a", name=kind, arguments=json.dumps(arguments)),)
-        ),
+        Message(role="assistant", tool_calls=(ToolCall(id="a", name=kind, arguments=json.dumps(arguments)),)),
         Message(role="tool", content=shown, tool_call_id="a"),
         Message(role="user", content=CALLED),
     )
@@ -543,7 +555,7 @@ def test_tools_of_chats_that_servers_run_are_left_out_and_named(http):
     assert rejected.json()["error"]["param"] == "tools[3].function.parameters"
 
 
-RANDOM = "a\u00e9\U0001f600\"\\\n\t\x01{}</tool_call> u12"
+RANDOM = 'a\u00e9\U0001f600"\\\n\t\x01{}</tool_call> u12'
 
 
 def random_calls(draw: random.Random) -> list[tuple[str, dict[str, Any]]]:
@@ -626,7 +638,7 @@ def drawing(tiny_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.mark.parametrize(
     ("syntax", "definition", "pattern"),
     [
-        ("regex", r'[ab"\n]{2,6}!', r'[ab"\n]{2,6}!'),
+        pytest.param("regex", r'[ab"\n]{2,6}!', r'[ab"\n]{2,6}!', marks=pytest.mark.extended),
         ("lark", 'start: ("+" /[xy\\\\]{0,3}/ LF)~1..3\n%import common.LF', r"(\+[xy\\]{0,3}\n){1,3}"),
     ],
 )

@@ -11,6 +11,7 @@ from genserve.client.client import Client
 from genserve.prompt import Chat, Message
 from genserve.sampling.sampling_params import sampling_params
 from tests.support.live_server import LiveServer
+from tests.support.representatives import with_extended
 from tests.support.thinking_model import START, copy_with_tags
 
 SAID = "<think>\nhm, <thin\n</think>\n\nno <think>."
@@ -173,7 +174,7 @@ def ending(request, tiny_repository, tmp_path_factory):
         yield server
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", with_extended([False, True], always=[True]))
 @pytest.mark.parametrize(
     ("turns", "controls", "begun"),
     [
@@ -192,9 +193,7 @@ def ending(request, tiny_repository, tmp_path_factory):
         (["hi", "It is", "<think> why"], GOES_ON, False),
     ],
 )
-def test_reasoning_begins_in_the_template_or_in_the_continued_message(
-    ending, turns, controls, begun, stream
-):
+def test_reasoning_begins_in_the_template_or_in_the_continued_message(ending, turns, controls, begun, stream):
     roles = ["user", "assistant"] * 2
     messages = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
     with httpx2.Client(base_url=ending.url, timeout=60) as http:
