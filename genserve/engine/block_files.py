@@ -113,7 +113,7 @@ class BlockFiles:
 
         Args:
             keys: the blocks.
-            rows: [len(keys), block_bytes], is overwritten from the first row on.
+            rows: [at least len(keys), block_bytes], is overwritten from the first row on.
 
         Returns:
             How many were read; 0: the first one is in no file, or the file is damaged.
