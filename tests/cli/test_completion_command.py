@@ -77,10 +77,12 @@ def test_commands_and_their_flags_are_completed() -> None:
     [
         ("export --precision i", ["int8", "int4"]),
         ("export --precision=fp1", ["--precision=fp16"]),
-        ("generate --set repetition_p", ["repetition_penalty="]),
+        pytest.param("generate --set repetition_p", ["repetition_penalty="], marks=pytest.mark.extended),
         ("generate --set ignore_eos=", ["ignore_eos=true", "ignore_eos=false"]),
-        ("generate --set logprobs_mode=p", ["logprobs_mode=processed"]),
-        ("generate --set min_p=", []),
+        pytest.param(
+            "generate --set logprobs_mode=p", ["logprobs_mode=processed"], marks=pytest.mark.extended
+        ),
+        pytest.param("generate --set min_p=", [], marks=pytest.mark.extended),
     ],
 )
 def test_values_are_completed(begun: str, completed: list[str]) -> None:

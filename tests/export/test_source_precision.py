@@ -96,7 +96,7 @@ def test_the_logits_are_those_of_the_dequantized_weights(
         pytest.param("qwen3_5", "Q8_0", marks=pytest.mark.extended),
         ("qwen3_5", five_types),
         pytest.param("gemma3n", "Q8_0", marks=pytest.mark.extended),
-        ("gemma4", "Q8_0"),
+        pytest.param("gemma4", "Q8_0", marks=pytest.mark.extended),
     ],
 )
 def test_hybrids_and_gemma_run_the_blocks_of_their_files(

@@ -172,18 +172,30 @@ def wait_for(file: Path) -> None:
         threading.Event().wait(0.001)
 
 
+IN_THE_SERVER = [
+    pytest.param(PRODUCER, "", id="thread"),
+    pytest.param(ASYNC_PRODUCER, "", id="coroutine"),
+]
 KINDS = pytest.mark.parametrize(
     ("producer", "more"),
     [
-        pytest.param(PRODUCER, "", id="thread"),
-        pytest.param(PRODUCER, PROCESS, id="process"),
-        pytest.param(ASYNC_PRODUCER, "", id="coroutine"),
-        pytest.param(ASYNC_PRODUCER, PROCESS, id="coroutine in a process", marks=pytest.mark.extended),
+        *IN_THE_SERVER,
+        *(
+            pytest.param(producer, PROCESS, id=name, marks=pytest.mark.extended)
+            for name, producer in (("process", PRODUCER), ("coroutine in a process", ASYNC_PRODUCER))
+        ),
     ],
 )
 
 
-@KINDS
+@pytest.mark.parametrize(
+    ("producer", "more"),
+    [
+        *IN_THE_SERVER,
+        pytest.param(PRODUCER, PROCESS, id="process"),
+        pytest.param(ASYNC_PRODUCER, PROCESS, id="coroutine in a process", marks=pytest.mark.extended),
+    ],
+)
 def test_a_fast_step_waits_for_a_slow_one_that_has_a_limit(root, producer, more):
     with served(root, producer=producer, consumer=CONSUMER, more=more) as server:
         num_sent = list(Stream(server, 60).numbers())
@@ -215,7 +227,7 @@ def test_a_failed_step_unblocks_a_waiting_one(root, producer, more):
         (notes / "go").touch()
         with pytest.raises(client.InferenceServerException, match=r"in ensemble 'both', .*no more"):
             list(stream.numbers())
-        stream.leave()      # the server would wait for it at its end
+        stream.leave()  # the server would wait for it at its end
         wait_for(notes / "done")
         (notes / "fail").unlink()
         assert list(Stream(server, 4).numbers()) == [0, 1, 2, 3]

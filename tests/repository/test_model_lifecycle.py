@@ -156,7 +156,7 @@ def test_a_failed_reload_leaves_the_old_version_serving(tmp_path: Path) -> None:
         assert state == "READY"
         assert "the last load has failed" in reason
         assert "no weights" in reason
-        assert repository.state is ModelState.READY     # as in Triton
+        assert repository.state is ModelState.READY  # as in Triton
         write_model(tmp_path, "one", number=3)
         repository.load("one")
         assert index(repository) == {"one": ("READY", "")}
@@ -190,13 +190,20 @@ def test_polling_reports_a_failed_reload_until_the_old_file_is_put_back(tmp_path
         file.write_text("nonsense (")
         until(lambda: "the last load has failed" in index(repository)["one"][1])
         assert repository.state is ModelState.READY
-        shutil.copy2(old, file)     # with the time that it had
+        shutil.copy2(old, file)  # with the time that it had
         until(lambda: index(repository) == {"one": ("READY", "")})
         assert not repository.errors
-        assert repository.find("one") is served     # nothing was loaded
+        assert repository.find("one") is served  # nothing was loaded
 
 
-@pytest.mark.parametrize("content", ["nonsense (", 'backend: "nobody"', 'backend: "onnxruntime"'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "nonsense (",
+        pytest.param('backend: "nobody"', marks=pytest.mark.extended),
+        pytest.param('backend: "onnxruntime"', marks=pytest.mark.extended),
+    ],
+)
 @pytest.mark.parametrize("stage", ["tokenizer", "logits", "decoder"])
 def test_a_text_model_outlives_a_broken_config_of_a_stage(
     tiny_repository: Path, tmp_path: Path, stage: str, content: str
@@ -224,7 +231,7 @@ def test_polling_unloads_what_another_scan_has_missed_first(tmp_path: Path) -> N
     write_model(tmp_path / "models", "two")
     with opened(tmp_path / "models", mode=ControlMode.POLL, poll_s=0.2) as repository:
         shutil.rmtree(folder)
-        repository.lifecycle.scan_folders()     # as a copy of a model does
+        repository.lifecycle.scan_folders()  # as a copy of a model does
         until(lambda: not repository.is_ready("one"))
         assert repository.is_ready("two")
 
@@ -272,7 +279,7 @@ def test_a_version_that_comes_goes_or_changes_leaves_the_others_alone(
         write_model(root, "one", version=3, code=COUNTED, config=KEEP_TWO)
         follow(2, 3, loaded="3")
         (folder / "config.pbtxt").write_text(KEEP_TWO.replace("latest { num_versions: 2 }", "all { }"))
-        follow(1, 2, 3, loaded="1")     # as in Triton, the policy is no reason to load a version again
+        follow(1, 2, 3, loaded="1")  # as in Triton, the policy is no reason to load a version again
         assert repository.find("one", 2) is second
         assert second.config.message.version_policy.HasField("all")
         (folder / "config.pbtxt").write_text(KEEP_TWO + 'parameters { key: "a" value { string_value: "b" } }')
@@ -574,7 +581,7 @@ def test_an_ensemble_is_unloaded_while_a_model_of_its_steps_is(nested: Path) -> 
         assert not repository.is_ready("both")
         away = dict.fromkeys(("two", "both", "outer"), ("UNAVAILABLE", "unloaded"))
         until(lambda: index(repository) == {"one": ("READY", ""), **away})
-        assert repository.state is ModelState.READY     # all remaining models are ready
+        assert repository.state is ModelState.READY  # all remaining models are ready
         for name in away:
             with pytest.raises(InferenceError, match=f"model: '{name}' has no available versions"):
                 ask(repository, name, X=[1])
@@ -612,7 +619,7 @@ def test_an_ensemble_waits_for_a_missing_step_and_gives_the_reason(nested: Path)
             "Model 'one' loading failed with error: version 1 is at UNAVAILABLE state: Internal: "
             "ValueError: no"
         )
-        assert index(repository)["two"] == ("READY", "")    # the others are loaded all the same
+        assert index(repository)["two"] == ("READY", "")  # the others are loaded all the same
         state, reason = index(repository)["both"]
         assert state == "UNAVAILABLE"
         assert "depends on 'one' which has no loaded version" in reason
@@ -687,8 +694,10 @@ def test_a_replaced_version_is_not_ready_in_the_index(tmp_path: Path) -> None:
         repository.load("one")
         assert repository.versions("one") == [2]
         until(
-            lambda: [(line.version, line.state) for line in repository.index()]
-            == [(1, "UNAVAILABLE"), (2, "READY")]
+            lambda: (
+                [(line.version, line.state) for line in repository.index()]
+                == [(1, "UNAVAILABLE"), (2, "READY")]
+            )
         )
 
 

@@ -215,10 +215,13 @@ def test_numpy_and_torch_sample_the_same_tokens(rows):
 @pytest.mark.parametrize(
     "options",
     [
-        {"mirostat_mode": 1, "mirostat_tau": 3.0},
+        pytest.param({"mirostat_mode": 1, "mirostat_tau": 3.0}, marks=pytest.mark.extended),
         {"mirostat_mode": 2, "mirostat_tau": 3.0},
         {"xtc_probability": 0.5, "xtc_threshold": 0.02, "dry_multiplier": 0.8, "dry_allowed_length": 1},
-        {"samplers": ("top_k", "temperature"), "top_k": 9, "penalty_window": 4, "frequency_penalty": 1.0},
+        pytest.param(
+            {"samplers": ("top_k", "temperature"), "top_k": 9, "penalty_window": 4, "frequency_penalty": 1.0},
+            marks=pytest.mark.extended,
+        ),
     ],
     ids=str,
 )

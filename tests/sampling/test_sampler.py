@@ -43,10 +43,10 @@ def reference(logits: np.ndarray, *, temperature: float, top_k: int, top_p: floa
     "rules",
     [
         {"temperature": 0.7, "top_k": 20, "top_p": 1.0},
-        {"temperature": 1.0, "top_k": 0, "top_p": 0.5},
+        pytest.param({"temperature": 1.0, "top_k": 0, "top_p": 0.5}, marks=pytest.mark.extended),
         {"temperature": 0.3, "top_k": 0, "top_p": 0.95},
-        {"temperature": 0.9, "top_k": 50, "top_p": 0.8},
-        {"temperature": 1.0, "top_k": 1, "top_p": 1.0},
+        pytest.param({"temperature": 0.9, "top_k": 50, "top_p": 0.8}, marks=pytest.mark.extended),
+        pytest.param({"temperature": 1.0, "top_k": 1, "top_p": 1.0}, marks=pytest.mark.extended),
         {"temperature": 1.5, "top_k": VOCAB_SIZE, "top_p": 0.999},
     ],
 )
