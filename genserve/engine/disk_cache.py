@@ -126,7 +126,7 @@ class DiskCache:
         """
         self.memory = memory
         self.writes = folder is not None
-        self.part_blocks = max(1, _PART_BYTES // memory.block_bytes)
+        self.part_blocks = max(1, _PART_BYTES // file_bytes(1, memory.block_bytes))
         self._name = name
         self._block_size = block_size
         self._metrics = metrics
