@@ -234,9 +234,7 @@ def tokenizer_calls(text: str, ids: list[int]) -> list[Callable[[Tokenizer], Any
     ]
 
 
-@pytest.mark.parametrize(
-    "family", [byte_level_bpe, pytest.param(sentencepiece_bpe, marks=pytest.mark.extended)]
-)
+@pytest.mark.parametrize("family", [byte_level_bpe, sentencepiece_bpe])
 def test_threads_with_different_options_share_one_tokenizer(family: Callable[[], Any]) -> None:
     backend = family()
     name = backend.id_to_token(1)
@@ -367,7 +365,6 @@ def open_and_drop(live: LiveServer, gate: StepGate, *, per_face: int, over_grpc:
     assert ledger.ends() == {"abort": num_requests}
 
 
-@pytest.mark.extended
 def test_hundreds_of_idle_streams_that_are_dropped_leave_nothing(live: LiveServer, gate: StepGate) -> None:
     def num_descriptors() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))

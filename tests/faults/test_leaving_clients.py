@@ -23,7 +23,6 @@ from tests.faults.one_place import (
 )
 from tests.support.live_server import LiveServer, wait_until
 from tests.support.python_models import write_model
-from tests.support.representatives import with_extended
 from tests.support.request_ledger import RequestLedger
 from tests.support.step_gate import StepGate
 
@@ -74,7 +73,7 @@ def check_released(live: LiveServer, gate: StepGate, *, num_left: int) -> None:
     assert engine.num_running == num_left
 
 
-@pytest.mark.parametrize("state", with_extended(STATES, always={"waiting", "decoding"}))
+@pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("face", FACES)
 def test_a_client_that_leaves_frees_its_place(

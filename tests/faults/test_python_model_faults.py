@@ -136,7 +136,7 @@ def test_a_fault_fails_its_own_call(url: str, model: str, fault: str) -> None:
         assert http.get(f"/v2/models/{model}/ready").status_code == 200
 
 
-@pytest.mark.parametrize("crash", with_extended(CRASHES, always={"is-killed"}))
+@pytest.mark.parametrize("crash", CRASHES)
 def test_a_crash_under_load_fails_its_own_call_and_the_process_comes_back(url: str, crash: str) -> None:
     wrong: list[str] = []
     counts = {"process": 0, "add": 0}

@@ -22,7 +22,6 @@ from genserve.server.http import sse_response
 from genserve.server.kserve import inference as kserve_inference
 from tests.faults.one_place import FAILING, STATES, grpc_message, hold_place, leave, one_place, reach, send
 from tests.support.live_server import LiveServer, wait_until
-from tests.support.representatives import with_extended
 from tests.support.request_ledger import RequestLedger
 from tests.support.step_gate import StepGate
 
@@ -159,7 +158,7 @@ def pass_deadline(live: LiveServer, gate: StepGate) -> None:
     gate.allow(2)
 
 
-@pytest.mark.parametrize("state", with_extended(STATES, always={"waiting", "decoding"}))
+@pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("face", FACES)
 def test_a_deadline_ends_a_request(

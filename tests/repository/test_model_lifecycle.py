@@ -196,14 +196,7 @@ def test_polling_reports_a_failed_reload_until_the_old_file_is_put_back(tmp_path
         assert repository.find("one") is served  # nothing was loaded
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "nonsense (",
-        pytest.param('backend: "nobody"', marks=pytest.mark.extended),
-        pytest.param('backend: "onnxruntime"', marks=pytest.mark.extended),
-    ],
-)
+@pytest.mark.parametrize("content", ["nonsense (", 'backend: "nobody"', 'backend: "onnxruntime"'])
 @pytest.mark.parametrize("stage", ["tokenizer", "logits", "decoder"])
 def test_a_text_model_outlives_a_broken_config_of_a_stage(
     tiny_repository: Path, tmp_path: Path, stage: str, content: str

@@ -28,7 +28,6 @@ from genserve.sampling.sampling_params import DRAW_PARAMETERS, PARAMETERS, SAMPL
 from tests.fakes.drafts import Foreseen
 from tests.fakes.logits import PagedLogits
 from tests.fakes.sequences import sample_loop, sequence_of
-from tests.support.representatives import with_extended
 
 PLACES = [np.array, torch.tensor]
 ROW = np.array([2.1, -0.4, 0.3, 1.9, 0.0, 1.2, -1.5, 0.7, 1.6, -0.2, 0.5, 1.1], dtype=np.float32)
@@ -97,7 +96,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("place", with_extended(PLACES, always=PLACES[:1]))
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("method", METHODS)
 def test_frequencies_follow_the_exact_distribution(method, place):
     options, expected = METHODS[method]

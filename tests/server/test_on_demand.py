@@ -354,7 +354,6 @@ def test_states_and_metrics(http: httpx2.Client) -> None:
     assert [model["displayName"] for model in http.get("/v1beta/models").json()["models"]] == [*NAMES]
 
 
-@pytest.mark.extended
 def test_two_of_five_models_for_many_clients(server: LiveServer, http: httpx2.Client) -> None:
     budget = server.server.services.repository.options.memory_budget_bytes
     on_demand = server.server.services.repository.on_demand

@@ -437,7 +437,7 @@ def test_a_dead_process_is_detected_even_if_its_child_lives(models):
         (models.root / "m" / "1" / "end").touch()
 
 
-@pytest.mark.parametrize("signal_name", ["SIGINT", pytest.param("SIGHUP", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("signal_name", ["SIGINT", "SIGHUP"])
 def test_a_terminals_signals_do_not_end_the_process(models, signal_name):
     models.add("m", ECHO, PROCESS)
     [process] = multiprocessing.active_children()
