@@ -238,7 +238,8 @@ class ServedModels(ABC):
         """
         known = [*self._known_encoders()]
         if len(known) != 1:
-            problem = f"the request names no model, and {len(known)} compute vectors or scores of texts"
+            number = len(known) or "no"
+            problem = f"the request names no model, and {number} models compute vectors or scores of texts"
             raise ModelNotFound(problem, remedy=_remedy_of_encoders(known), field="model")
         return known[0]
 
