@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import logging
 import os
 import shutil
 import signal
@@ -22,7 +21,6 @@ from typing import TYPE_CHECKING
 
 import httpcore2
 import pytest
-from _pytest.logging import catching_logs
 from filelock import FileLock
 from httpx2._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import HealthCheck, settings
@@ -129,23 +127,6 @@ def _clients_wait_on_a_busy_machine() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for phase in ("connect", "read", "write", "pool"):
             patch.setattr(DEFAULT_TIMEOUT_CONFIG, phase, 60.0)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _logs_are_caught_at_the_root() -> Iterator[None]:
-    """pytest looks through all loggers, six times per test; torch and transformers make hundreds."""
-    enter = catching_logs.__enter__
-
-    def enter_root(self: catching_logs) -> logging.Handler:
-        if self.level is not None:  # --log-level
-            return enter(self)
-        logging.root.addHandler(self.handler)
-        self.attached_loggers.append(logging.root)
-        return self.handler
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(catching_logs, "__enter__", enter_root)
         yield
 
 
