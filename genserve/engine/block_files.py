@@ -76,7 +76,8 @@ class BlockFiles:
         self._seed = zlib.crc32(fingerprint.encode())
         # Names its unfinished files: servers in containers may have equal ids of processes and threads.
         self._writer = secrets.token_hex(8)
-        # Of threads that read, and of the one that writes. Fresh memory takes longer than the transfer.
+        # Threads that read share two buffers, and the one that writes has its own: fresh memory takes longer
+        # than the transfer.
         self._read_buffers: deque[NDArray[np.uint8]] = deque(maxlen=2)
         self._buffer = _whole_pages(0)
         self._lock = threading.RLock()  # held to change what follows
@@ -280,12 +281,11 @@ class BlockFiles:
         logger.warning("%s is damaged, and its tokens are computed again", path)
         with self._lock:
             self._forget(file)
-            damaged = _File(file.name)
-            self._add(damaged)
             if not self._read_only:
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
-                    self._forget(damaged)  # the next file with this name is another one
+                    return  # the next file with this name is another one
+            self._add(_File(file.name))  # it stays, and is read no more
 
 
 def file_bytes(num_blocks: int, block_bytes: int) -> int:

@@ -254,7 +254,9 @@ def repository_options(settings: ServerSettings) -> RepositoryOptions:
         GenserveError: a setting is invalid; names its flag.
     """
     backends = BackendConfig.parse(settings.backend_config, backend_directory=settings.backend_directory)
-    overriding, folder = settings.overriding_generation_config, settings.prefix_cache_dir
+    overriding, prefix_cache = settings.overriding_generation_config, None
+    if (folder := settings.prefix_cache_dir) is not None:
+        prefix_cache = PrefixCacheFolder(path=folder, max_bytes=settings.prefix_cache_disk_byte_size)
     try:
         default_sampling_params(overriding)
     except InvalidRequest as error:
@@ -271,9 +273,7 @@ def repository_options(settings: ServerSettings) -> RepositoryOptions:
         cache_bytes=settings.cache_bytes,
         load_threads=settings.load_threads,
         max_model_len=settings.context_limit,
-        prefix_cache_folder=None
-        if folder is None
-        else PrefixCacheFolder(path=folder, max_bytes=settings.prefix_cache_disk_byte_size),
+        prefix_cache_folder=prefix_cache,
         generation_config=settings.generation_config == "auto",
         override_generation_config=overriding,
         exit_timeout_s=settings.drain_s,
