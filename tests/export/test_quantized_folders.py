@@ -52,15 +52,8 @@ from tests.export.quantized_folders import (
 )
 from tests.export.rows import logits_of
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
-from tests.support.tiny_llama import tiny_llama_checkpoint
+from tests.support.tiny_llama import IN_WHOLE_BLOCKS, tiny_llama_checkpoint
 
-SIZES = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-}
 MODULE = "model.layers.1.mlp.up_proj"
 
 QUANTIZED_EXPERTS = {**TINY_MODELS["qwen3_moe"], "moe_intermediate_size": 64, "hidden_size": 64}
@@ -99,7 +92,7 @@ ALL = [
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return tiny_llama_checkpoint(tmp_path / "tiny", **SIZES)
+    return tiny_llama_checkpoint(tmp_path / "tiny", **IN_WHOLE_BLOCKS)
 
 
 @pytest.mark.parametrize(("name", "case"), ALL)
@@ -409,7 +402,7 @@ def test_tensors_that_do_not_belong_together_are_refused(
 
 
 def test_the_text_model_of_a_wrapper_may_be_quantized(tmp_path: Path) -> None:
-    folder = tiny_llama_checkpoint(tmp_path / "tiny", **SIZES)
+    folder = tiny_llama_checkpoint(tmp_path / "tiny", **IN_WHOLE_BLOCKS)
     weights = quantized_folder(folder, AWQ)
     config = json.loads((folder / "config.json").read_text())
     wrapper = {

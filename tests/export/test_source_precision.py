@@ -28,15 +28,7 @@ from tests.export.graphs import conversion_of, write_graph
 from tests.export.rows import logits_of
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
 from tests.support.representatives import with_extended
-from tests.support.tiny_llama import tiny_llama_checkpoint
-
-SIZES = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-}
+from tests.support.tiny_llama import IN_WHOLE_BLOCKS, tiny_llama_checkpoint
 
 GGUF_KINDS = [kind for kind in BLOCK_FORMATS if not kind.startswith("Q4Z")]
 
@@ -84,7 +76,7 @@ def difference(file: Path, folder: Path, *, typical: Callable[[Any], Any] = np.m
 def test_the_logits_are_those_of_the_dequantized_weights(
     tmp_path: Path, kind: str | Callable[[str], str], tied: bool
 ) -> None:
-    folder = tiny_llama_checkpoint(tmp_path / "tiny", **SIZES, tie_word_embeddings=tied)
+    folder = tiny_llama_checkpoint(tmp_path / "tiny", **IN_WHOLE_BLOCKS, tie_word_embeddings=tied)
     file = write_gguf(folder, tmp_path / "tiny.gguf", kind=kind)
     assert difference(file, tmp_path) < 0.04  # rows are rounded to 8 bits
 
@@ -175,7 +167,7 @@ def graph_of(folder: Path) -> Any:
 
 
 def test_a_tied_embedding_is_stored_once(tmp_path: Path) -> None:
-    folder = tiny_llama_checkpoint(tmp_path / "tiny", **SIZES)
+    folder = tiny_llama_checkpoint(tmp_path / "tiny", **IN_WHOLE_BLOCKS)
     file = write_gguf(folder, tmp_path / "tiny.gguf", kind=q4_k_m)
     graph = graph_of(write_graph(file, tmp_path / "graph", precision="source").folder)
     readers = [node.op_type for node in graph.node if "embedding" in node.input]
@@ -187,7 +179,7 @@ def test_a_tied_embedding_is_stored_once(tmp_path: Path) -> None:
 
 
 def test_the_formats_of_a_layer_are_those_of_the_file(tmp_path: Path) -> None:
-    folder = tiny_llama_checkpoint(tmp_path / "tiny", **SIZES)
+    folder = tiny_llama_checkpoint(tmp_path / "tiny", **IN_WHOLE_BLOCKS)
     file = write_gguf(folder, tmp_path / "tiny.gguf", kind=q4_k_m)
     graph = graph_of(write_graph(file, tmp_path / "graph", precision="source").folder)
     [layer] = (node for node in graph.node if node.op_type == "DecoderLayer")
@@ -201,7 +193,7 @@ def test_the_formats_of_a_layer_are_those_of_the_file(tmp_path: Path) -> None:
 
 
 def test_the_last_stage_of_a_pipeline_has_a_head_of_its_own(tmp_path: Path) -> None:
-    folder = tiny_llama_checkpoint(tmp_path / "tiny", **SIZES)
+    folder = tiny_llama_checkpoint(tmp_path / "tiny", **IN_WHOLE_BLOCKS)
     file = write_gguf(folder, tmp_path / "tiny.gguf", kind=q4_k_m)
     two = write_graph(file, tmp_path / "two", precision="source", pipeline_stages=2)
     names = [
@@ -225,7 +217,7 @@ def test_a_source_that_is_not_quantized_is_refused(tmp_path: Path) -> None:
 def test_a_scale_that_fp16_cannot_hold_is_an_error_that_names_the_weight(
     tmp_path: Path, kind: str, scale: float
 ) -> None:
-    folder = tiny_llama_checkpoint(tmp_path / "tiny", **SIZES)
+    folder = tiny_llama_checkpoint(tmp_path / "tiny", **IN_WHOLE_BLOCKS)
     file = write_gguf(folder, tmp_path / "tiny.gguf", kind=kind)
     tensor = GgufFile.open(file).tensors["blk.0.ffn_down.weight"]
     content = bytearray(file.read_bytes())
@@ -239,7 +231,7 @@ def test_a_scale_that_fp16_cannot_hold_is_an_error_that_names_the_weight(
 
 
 def test_a_change_of_numbers_takes_no_rows(tmp_path: Path) -> None:
-    folder = tiny_llama_checkpoint(tmp_path / "tiny", **SIZES)
+    folder = tiny_llama_checkpoint(tmp_path / "tiny", **IN_WHOLE_BLOCKS)
     file = write_gguf(folder, tmp_path / "tiny.gguf", kind="Q4_1")
     conversion = conversion_of(file)
 

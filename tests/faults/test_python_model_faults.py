@@ -93,7 +93,7 @@ CRASHES = {
     "ends-its-process": 'subprocess.Popen(["sleep", "86123"]); os._exit(3)',
 }
 NO_FAULT = 1000
-# Those that `make test` tries.
+# `make test` tries these faults.
 REPRESENTATIVES = {
     "raises", "raises-a-lone-surrogate", "raises-a-base-exception", "exits", "recurses-for-ever",
     "returns-junk", "returns-too-few", "raises-in-a-coroutine", "exits-in-a-coroutine",

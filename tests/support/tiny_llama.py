@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 __all__ = [
     "CHAT_TEMPLATE",
+    "IN_WHOLE_BLOCKS",
     "SPECIAL_TOKENS",
     "add_shuffled_tokenizer",
     "llama_tensors",
@@ -30,6 +31,15 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+# The sizes of a checkpoint whose layers have whole blocks of 256 weights, as formats of 4 bits want them.
+IN_WHOLE_BLOCKS = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+}
 
 
 def tiny_llama_checkpoint(
