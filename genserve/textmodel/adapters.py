@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
 import threading
 import time
 from bisect import insort, insort_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 
 from genserve.errors import (
     SEE_LOG,
@@ -30,50 +28,14 @@ from genserve.errors import (
 )
 from genserve.files import file_sha256
 from genserve.generation_metrics import GenerationMetrics
-from genserve.kernels.low_rank import LowRankPart, PackedAdapter, pack_layer
+from genserve.kernels.low_rank import PackedAdapter
+from genserve.textmodel.adapter_packer import AdapterPacker
 from genserve.textmodel.logits_runtime import LoadedLogits
-from genserve.textmodel.peft_adapter import CONFIG, MERGE_REMEDY, WEIGHTS, PeftAdapter
-from genserve.textmodel.runtimes.adapter_targets import AdapterTarget, num_layers
-from genserve.textmodel.runtimes.onnx_logits import LogitsGraph, OnnxLogits
-from genserve.textmodel.runtimes.pipeline_logits import PipelineLogits
+from genserve.textmodel.peft_adapter import CONFIG, WEIGHTS, PeftAdapter
 
 logger = logging.getLogger(__name__)
 
 MAX_LOADED = 32  # adapters in memory, unless the config says otherwise
-
-# The modules of transformers' models by the parts of a layer whose weights they have unchanged.
-_LLAMA = {
-    "self_attn.q_proj": ("attention.query",),
-    "self_attn.k_proj": ("attention.key",),
-    "self_attn.v_proj": ("attention.value",),
-    "self_attn.o_proj": ("attention.output",),
-    "mlp.gate_proj": ("mlp.gate",),
-    "mlp.up_proj": ("mlp.up",),
-    "mlp.down_proj": ("mlp.down",),
-}
-_LIKE_LLAMA = (
-    "apertus", "arcee", "exaone4", "gemma", "gemma2", "gemma3", "hunyuan", "llama", "ministral3", "nemotron",
-    "olmo", "olmo2", "qwen2", "qwen3", "stablelm",
-)  # fmt: skip
-_MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        **dict.fromkeys(_LIKE_LLAMA, _LLAMA),
-        "phi": _LLAMA
-        | {
-            "self_attn.dense": ("attention.output",),
-            "mlp.fc1": ("mlp.up",),
-            "mlp.fc2": ("mlp.down",),
-        },
-        "phi3": _LLAMA
-        | {
-            "self_attn.qkv_proj": ("attention.query", "attention.key", "attention.value"),
-            "mlp.gate_up_proj": ("mlp.gate", "mlp.up"),
-        },
-        "starcoder2": _LLAMA | {"mlp.c_fc": ("mlp.up",), "mlp.c_proj": ("mlp.down",)},
-    }
-)
-# A module in a layer of the text model, which may be a part of a model with images.
-_MODULE = re.compile(r"(?:model\.|language_model\.model\.|model\.language_model\.)layers\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +119,11 @@ class AcquiredAdapter:
 
 
 class Adapters:
-    """The adapters of one text model. Its methods are safe from any thread; `load` reads files."""
+    """The adapters of one text model. Its methods are safe from any thread; `load` reads files.
+
+    Attributes:
+        packer: fits adapters to the model.
+    """
 
     def __init__(
         self,
@@ -168,8 +134,8 @@ class Adapters:
         max_loaded: int = MAX_LOADED,
     ) -> None:
         """Start without adapters; at most `max_loaded` are in memory."""
+        self.packer = AdapterPacker(model=model, logits=logits)
         self._model = model
-        self._logits = logits
         self._metrics = metrics
         self._max_loaded = max(1, max_loaded)
         self._changed = threading.Condition()
@@ -359,16 +325,21 @@ class Adapters:
     def _pack_again(self, info: AdapterInfo) -> Sequence[PackedAdapter]:
         _check_files(info)
         try:
-            packed = self._packed(PeftAdapter(info.folder))
+            packed = self._pack(PeftAdapter(info.folder))
         except RepositoryError as error:
             raise ModelFailed(error.message, remedy=error.remedy) from error
         _check_files(info)  # they may be written while they are read
         return packed
 
+    def _pack(self, peft: PeftAdapter) -> Sequence[PackedAdapter]:
+        packed = self.packer.pack(peft)
+        self._metrics.adapter_packed()
+        return packed
+
     def _read(self, name: str, folder: Path) -> tuple[AdapterInfo, Sequence[PackedAdapter]]:
         states = _file_states(folder)
         peft = PeftAdapter(folder)
-        packed = self._packed(peft)
+        packed = self._pack(peft)
         info = AdapterInfo(
             name=name,
             folder=folder,
@@ -387,97 +358,6 @@ class Adapters:
                 remedy="load it when they are written",
             )
         return info, packed
-
-    def _packed(self, peft: PeftAdapter) -> Sequence[PackedAdapter]:
-        graphs, modules = self.graphs(), self._modules()
-        self._metrics.adapter_packed()
-        parts: list[dict[str, list[LowRankPart]]] = [{} for _ in graphs]
-        for module in peft.modules:
-            index, targets = self._targets(peft, module, graphs, modules)
-            first = targets[0]
-            outputs, _, inputs = peft.shape(module)
-            wanted = sum(target.num_outputs for target in targets), first.shape.in_features
-            if (outputs, inputs) != wanted:
-                raise _of_another_model(
-                    peft,
-                    f"the adapter changes {module!r} with the shape {[outputs, inputs]}; that of model "
-                    f"{self._model!r} has {[*wanted]}",
-                )
-            product = peft.product(module)
-            down = product.down if first.smoothing is None else product.down * first.smoothing
-            part = LowRankPart(first=first.first, down=down, up=product.up)
-            parts[index].setdefault(first.weight, []).append(part)
-        packed = []
-        for graph, layers in zip(graphs, parts, strict=True):
-            shapes = {target.weight: target.shape for target in graph.adapter_targets.values()}
-            packed.append(
-                graph.adapter_layers.packed(
-                    {name: pack_layer(shapes[name], own) for name, own in layers.items()}
-                )
-            )
-        return packed
-
-    def _targets(
-        self,
-        peft: PeftAdapter,
-        module: str,
-        graphs: Sequence[LogitsGraph],
-        modules: Mapping[str, tuple[str, ...]],
-    ) -> tuple[int, Sequence[AdapterTarget]]:
-        """Return the number of the graph that has a module, and the targets that are its outputs."""
-        match = _MODULE.fullmatch(module)
-        parts = () if match is None else modules.get(match[2], ())
-        roles = [f"layers.{match[1]}.{part}" for part in parts] if match else []
-        for index, graph in enumerate(graphs):
-            targets = [graph.adapter_targets[role] for role in roles if role in graph.adapter_targets]
-            if not targets or len(targets) < len(roles):
-                continue
-            if any(target.is_smoothed for target in targets):
-                raise RepositoryError(
-                    f"the graph of model {self._model!r} does not say how its export has balanced the inputs "
-                    "of its layers, which an adapter must know",
-                    remedy="export the model again with `genserve export --overwrite`",
-                )
-            return index, targets
-        total = num_layers(role for graph in graphs for role in graph.adapter_targets)
-        if match and int(match[1]) >= total:
-            raise _of_another_model(
-                peft, f"the adapter changes {module!r}; model {self._model!r} has {total} layers"
-            )
-        raise RepositoryError(
-            f"the adapter changes {module!r}, which an adapter of a request to model {self._model!r} cannot; "
-            f"it can change {', '.join(name.rpartition('.')[2] for name in modules)}",
-            remedy=MERGE_REMEDY,
-        )
-
-    def graphs(self) -> Sequence[LogitsGraph]:
-        """Return the graphs of the model; raises RepositoryError if adapters cannot change their layers."""
-        if isinstance(self._logits, OnnxLogits | PipelineLogits) and all(
-            graph.memory.is_host and graph.adapter_targets for graph in self._logits.graphs
-        ):
-            self._modules()  # or requests can choose no adapters of its family
-            return self._logits.graphs
-        raise RepositoryError(
-            f"model {self._model!r} has no layers that adapters of requests can change",
-            remedy="export it with `genserve export` to ONNX, in another precision than fp16, and run it on "
-            f"the CPU; or {MERGE_REMEDY}",
-        )
-
-    def _modules(self) -> Mapping[str, tuple[str, ...]]:
-        family = self._logits.metadata.get("genserve.family", "")
-        if family not in _MODULES:
-            raise RepositoryError(
-                f"model {self._model!r} is of the family {family!r}, whose adapters a request cannot choose",
-                remedy=f"{MERGE_REMEDY}; families that can are {', '.join(sorted(_MODULES))}",
-            )
-        return _MODULES[family]
-
-
-def _of_another_model(peft: PeftAdapter, problem: str) -> RepositoryError:
-    base = peft.config.get("base_model_name_or_path")
-    return RepositoryError(
-        problem, remedy="load it with the model that it was trained on" + (f": {base}" if base else "")
-    )
 
 
 def _check_files(info: AdapterInfo) -> None:

@@ -517,14 +517,14 @@ def test_an_adapter_that_is_written_while_it_is_read_is_rejected(
     known = adapters_of(logits, max_loaded=1)
     known.load("a", folder)
     known.load("b", adapters[1])
-    pack = known._packed
+    pack = known.packer.pack
 
     def written(peft: Any) -> Any:
         packed = pack(peft)
         with_config(lora_alpha=12)(folder)
         return packed
 
-    monkeypatch.setattr(known, "_packed", written)
+    monkeypatch.setattr(known.packer, "pack", written)
     assert isinstance(acquired(known, "a").error, ModelNotReady)
     with pytest.raises(RepositoryError, match="while they were read"):
         known.load("c", folder)

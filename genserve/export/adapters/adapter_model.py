@@ -62,7 +62,7 @@ def export_adapter(
         with _started(base, repository=repository) as model:
             assert model.adapters is not None   # the model runs in this process
             if is_gguf:
-                _convert(source, made / "1", base=model, graphs=model.adapters.graphs())
+                _convert(source, made / "1", base=model, graphs=model.adapters.packer.graphs())
             model.adapters.load(name, made / "1" if is_gguf else source)
         if not is_gguf:
             for file in (CONFIG, WEIGHTS):
