@@ -68,7 +68,6 @@ class LoadedModel:
         size_bytes: the memory that it may take, KV cache and steps of an ensemble included.
         remaining_s: after which time it is unloaded unless it is used; infinite: it stays.
         is_pinned: whether it is unloaded by nothing but a request to unload it.
-        is_leaving: whether new requests for it wait for its next load, since another one needs its memory.
     """
 
     name: str
@@ -76,7 +75,6 @@ class LoadedModel:
     size_bytes: int
     remaining_s: float
     is_pinned: bool
-    is_leaving: bool = False
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -255,7 +253,6 @@ class OnDemandModels:
                     size_bytes=_total(one),
                     remaining_s=max(0.0, one.expires_s - now_s),
                     is_pinned=one.is_pinned,
-                    is_leaving=one.yields,
                 )
                 for one in self._residents.values()
             ]

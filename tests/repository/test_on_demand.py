@@ -139,10 +139,22 @@ def touch(repository: Repository, name: str, **how: Any) -> None:
     use(repository, name, **how).result(30).end()
 
 
-def leaving(repository: Repository) -> list[str]:
-    """The loaded models that take no more uses, since a load waits for their memory."""
-    assert repository.on_demand is not None
-    return [one.name for one in repository.on_demand.loaded() if one.is_leaving]
+def wait_behind(repository: Repository, name: str) -> tuple[Future[ModelUse], list[ModelUse]]:
+    """Use a loaded model until a use has to wait, since a load waits for its memory.
+
+    Returns:
+        That use, and those that were granted before, which keep the model loaded.
+    """
+    uses = [use(repository, name)]
+
+    def waits() -> bool:
+        if uses[-1].done():
+            uses.append(use(repository, name))
+        return not uses[-1].done()
+
+    wait_until(waits)
+    *granted, late = uses
+    return late, [one.result() for one in granted]
 
 
 def shut(name: str) -> threading.Event:
@@ -205,11 +217,11 @@ def test_a_model_in_use_stays_and_later_requests_for_it_wait_behind(models: Path
     with serving(models) as repository:
         of_a, of_b = use(repository, "a").result(30), use(repository, "b").result(30)
         of_c = use(repository, "c")
-        wait_until(lambda: leaving(repository) == ["a"])
-        late = use(repository, "a")
+        late, more_of_a = wait_behind(repository, "a")
         touch(repository, "b")
         assert LOADS.loaded == {"a", "b"}
-        of_a.end()
+        for one in (of_a, *more_of_a):
+            one.end()
         of_c.result(30)
         assert LOADS.names == ["a", "b", "c"]
         assert not late.done()
@@ -222,11 +234,10 @@ def test_a_model_that_need_not_leave_any_more_goes_on(models: Path) -> None:
     with serving(models) as repository:
         _, of_b = use(repository, "a").result(30), use(repository, "b").result(30)
         of_c = use(repository, "c")
-        wait_until(lambda: leaving(repository) == ["a"])
-        of_b.end()      # sooner than the use of a
+        late, _ = wait_behind(repository, "a")
+        of_b.end()      # sooner than the uses of a
         of_c.result(30)
-        assert leaving(repository) == []
-        touch(repository, "a")
+        late.result(30)
         assert LOADS.names == ["a", "b", "c"]
 
 
@@ -249,8 +260,7 @@ def test_a_load_that_nobody_wants_any_more_lets_the_model_go_on(models: Path) ->
     with serving(models) as repository:
         uses = [use(repository, name).result(30) for name in "ab"]
         of_c = use(repository, "c")
-        wait_until(lambda: leaving(repository) == ["a"])
-        late = use(repository, "a")
+        late, _ = wait_behind(repository, "a")
         of_c.cancel()
         late.result(30)
         assert LOADS.names == ["a", "b"]
@@ -370,10 +380,10 @@ def test_the_code_of_a_model_may_call_another_one(models: Path) -> None:
     with serving(models) as repository:
         of_calls, of_a = use(repository, "calls").result(30), use(repository, "a").result(30)
         waiting = use(repository, "c")      # for the memory of one of the two
-        wait_until(lambda: leaving(repository) == ["calls"])
+        wait_behind(repository, "calls")
         with ThreadPoolExecutor() as pool:
             answer = pool.submit(ask, repository, "calls", X=[0.0])
-            wait_until(lambda: repository.on_demand and repository.on_demand.num_waiting == 2)
+            wait_until(lambda: repository.on_demand and repository.on_demand.num_waiting == 3)
             of_a.end()
             assert value(answer.result(30)) == [1.0]
         assert LOADS.names[:2] == ["a", "b"]    # who is called comes first
