@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope
 
@@ -72,6 +72,24 @@ def text_parts(content: Any) -> Any:
     if not isinstance(content, str | list | None):
         raise ValueError("must be text, or a list of text parts")  # noqa: TRY004  # pydantic expects a ValueError
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def of_known_types(is_known: Callable[[str], bool], **kept: str) -> BeforeValidator:
+    """Return a validator that cuts objects of other types, whose fields may be anything, to their `type`.
+
+    Args:
+        is_known: whether the fields of objects of a type are read.
+        kept: the fields that stay beside `type` if they are text that fits these patterns.
+    """
+
+    def cut(given: Any) -> Any:
+        kind = given.get("type") if isinstance(given, dict) else None
+        if not isinstance(kind, str) or is_known(kind):
+            return given
+        texts = {name: given[name] for name in kept if isinstance(given.get(name), str)}
+        return {"type": kind} | {name: text for name, text in texts.items() if re.fullmatch(kept[name], text)}
+
+    return BeforeValidator(cut)
 
 
 def check_coding(headers: Iterable[tuple[bytes, bytes]]) -> None:

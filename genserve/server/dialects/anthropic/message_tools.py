@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
 from genserve.errors import InvalidRequest, require
 from genserve.prompt import Tool, inside, may_be_object
@@ -26,7 +26,7 @@ from genserve.server.dialects.tool_offers import (
     object_schema,
     require_some_tool,
 )
-from genserve.server.http.request_body import Items, TolerantBody
+from genserve.server.http.request_body import Items, TolerantBody, of_known_types
 
 _NAME = r"^[A-Za-z0-9_.-]{1,128}$"
 
@@ -155,17 +155,7 @@ def _is_known(kind: str) -> bool:
     return kind == "custom" or _client_tool(kind) is not None
 
 
-def _known_tool(tool: Any) -> Any:
-    """Return a tool; of one that is left out, whose fields may have any types, only the type and the name."""
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    if not isinstance(kind, str) or _is_known(kind):
-        return tool
-    name = tool.get("name")
-    named = {"name": name} if isinstance(name, str) and re.fullmatch(_NAME, name) else {}
-    return {"type": kind, **named}
-
-
-Tools = Items[Annotated[ToolFields, BeforeValidator(_known_tool)]]
+Tools = Items[Annotated[ToolFields, of_known_types(_is_known, name=_NAME)]]
 
 
 class ToolOffer:

@@ -17,7 +17,7 @@ from genserve.errors import require
 from genserve.prompt import Tool, ToolCall, inside, only_tool
 from genserve.server.dialects.openai.custom_tools import CustomInput, custom_tool
 from genserve.server.dialects.tool_offers import MAX_KIND, left_out_tool, require_some_tool
-from genserve.server.http.request_body import Items, TolerantBody
+from genserve.server.http.request_body import Items, TolerantBody, of_known_types
 
 
 class ToolFunction(TolerantBody):
@@ -52,12 +52,6 @@ class CustomFields(TolerantBody):
         return {**form, **grammar} if isinstance(grammar, dict) else form
 
 
-def _known_tool(tool: Any) -> Any:
-    """Return a tool; of one that is left out, whose fields may have any types, only the type."""
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    return {"type": kind} if isinstance(kind, str) and kind not in ("function", "custom") else tool
-
-
 class ChatTool(TolerantBody):
     """A tool that the model may call."""
 
@@ -69,7 +63,8 @@ class ChatTool(TolerantBody):
     custom: CustomFields | None = Field(default=None, description="The custom tool.")
 
 
-ChatTools = Items[Annotated[ChatTool, BeforeValidator(_known_tool)]]
+_TYPES = frozenset({"function", "custom"})
+ChatTools = Items[Annotated[ChatTool, of_known_types(_TYPES.__contains__)]]
 
 
 class ChatToolOffer:
@@ -92,7 +87,7 @@ class ChatToolOffer:
         self.custom: set[str] = set()
         for index, tool in enumerate(tools):
             place = f"tools[{index}]"
-            if tool.type not in ("function", "custom"):
+            if tool.type not in _TYPES:
                 self.left_out.append(left_out_tool(place, tool.type))
                 continue
             require(getattr(tool, tool.type) is not None, f"{place}.{tool.type}", "is missing")

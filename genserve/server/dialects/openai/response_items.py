@@ -31,7 +31,7 @@ from genserve.server.dialects.openai.response_tools import (
     function_names,
 )
 from genserve.server.dialects.tool_offers import announced
-from genserve.server.http.request_body import Items, TolerantBody, text_parts
+from genserve.server.http.request_body import Items, TolerantBody, of_known_types, text_parts
 
 Item: TypeAlias = dict[str, Any]
 _Find: TypeAlias = Callable[[str], Item]
@@ -128,17 +128,8 @@ class InputItem(TolerantBody):
     summary: _Parts = Field(default=None, description="A summary of reasoning.")
 
 
-def _known_item(item: Any) -> Any:
-    """Return an item; of one that is left out, whose fields may have any types, only the type and the id."""
-    kind = item.get("type") if isinstance(item, dict) else None
-    if not isinstance(kind, str) or kind in _READ:
-        return item
-    given = item.get("id")
-    kept = {"id": given} if isinstance(given, str) and len(given) <= _MAX_ID else {}
-    return {"type": kind, **kept}
-
-
-InputItems = Items[Annotated[InputItem, BeforeValidator(_known_item)]]
+_AN_ID = rf"(?s:.{{0,{_MAX_ID}}})"
+InputItems = Items[Annotated[InputItem, of_known_types(_READ.__contains__, id=_AN_ID)]]
 
 
 def new_id(kind: str) -> str:

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from genserve.errors import require
 from genserve.prompt import MAX_TOOLS, Tool, inside
 from genserve.server.dialects.openai.custom_tools import custom_tool
 from genserve.server.dialects.tool_offers import left_out_tool, object_schema, require_some_tool
-from genserve.server.http.request_body import Items, TolerantBody
+from genserve.server.http.request_body import Items, TolerantBody, of_known_types
 
 FUNCTION_CALL = "function_call"
 CUSTOM_CALL = "custom_tool_call"
@@ -157,11 +157,7 @@ CLIENT_TOOLS: Mapping[str, ClientTool] = {
 CALLED_TOOLS = {tool.call: tool for tool in CLIENT_TOOLS.values()}
 
 
-def _known_tool(tool: Any) -> Any:
-    """Return a tool; of one that is left out, whose fields may have any types, only the type."""
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    known = ("function", "custom", "namespace", *CLIENT_TOOLS)
-    return {"type": kind} if isinstance(kind, str) and kind not in known else tool
+_TYPES = frozenset({"function", "custom", "namespace", *CLIENT_TOOLS})
 
 
 class ResponseTool(TolerantBody):
@@ -186,7 +182,7 @@ class ResponseTool(TolerantBody):
         '`{"type": "grammar", "syntax": "lark", "definition": ...}`, also with the syntax `regex`, or '
         '`{"type": "text"}`.',
     )
-    tools: Items[Annotated[ResponseTool, BeforeValidator(_known_tool)]] | None = Field(
+    tools: ResponseTools | None = Field(
         default=None, max_length=MAX_TOOLS, description="The tools of a `namespace`."
     )
     defer_loading: bool | None = Field(
@@ -200,7 +196,7 @@ class ResponseTool(TolerantBody):
     )
 
 
-ResponseTools = Items[Annotated[ResponseTool, BeforeValidator(_known_tool)]]
+ResponseTools = Items[Annotated[ResponseTool, of_known_types(_TYPES.__contains__)]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
