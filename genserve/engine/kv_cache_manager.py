@@ -465,8 +465,9 @@ class KVCacheManager:
         at += nearest.num_common if nearest else 0
         if at == len(prompt):
             return CacheMatch(matched_tokens=at, end=CacheMatchEnd.COMPLETE)
+        shown = tuple(prompt[at : at + _SHOWN_TOKENS])
         if nearest is None:
-            return CacheMatch(matched_tokens=at, end=CacheMatchEnd.UNKNOWN)
+            return CacheMatch(matched_tokens=at, end=CacheMatchEnd.UNKNOWN, prompt_token_ids=shown)
         cached, following = nearest.rest, nearest
         while following.rest and following.key and len(cached) < _SHOWN_TOKENS:
             behind = self._prefix_cache.nearest(following.key, (), owner=owner)
@@ -476,7 +477,7 @@ class KVCacheManager:
         return CacheMatch(
             matched_tokens=at,
             end=CacheMatchEnd.DIFFERENT if nearest.goes_on else CacheMatchEnd.UNKNOWN,
-            prompt_token_ids=tuple(prompt[at : at + _SHOWN_TOKENS]),
+            prompt_token_ids=shown,
             cached_token_ids=cached[:_SHOWN_TOKENS],
         )
 

@@ -197,6 +197,11 @@ def test_a_request_learns_where_it_left_the_cached_prompts(prompt, match):
     )
 
 
+def test_a_request_without_any_cached_prompt_learns_how_its_own_begins():
+    found = begin(manager(), 7, 8, return_cache_match=True).cache_match
+    assert found == CacheMatch(matched_tokens=0, end="unknown", prompt_token_ids=(7, 8))
+
+
 def test_the_tokens_of_another_key_stay_hidden():
     kv = manager(16)
     first = sequence_of([1, 2, 3, 4, 5, 6])
