@@ -180,11 +180,14 @@ class ChatSession:
         self.options = cast("SamplingOptions", {**self.first_options, **changed})
 
     def ask(self, question: str) -> PrintedAnswer:
-        """Print the answer to a question, and append both to the conversation unless there is an error.
+        """Print the answer to a question, and append both to the conversation.
+
+        Without an answer the question is the conversation's unanswered one.
 
         Raises:
             GenserveError: the model failed, or rejected the request.
         """
+        self.conversation.unanswered = question
         answer = self._print_answer(self.conversation.messages_with(question))
         if answer.text or answer.finish_reason is not None:
             self.conversation.add(

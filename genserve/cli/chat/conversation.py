@@ -30,10 +30,12 @@ class Conversation:
 
     Attributes:
         system: the system prompt, if any.
+        unanswered: the question after the exchanges, if there was an error or Ctrl-C instead of an answer.
     """
 
     def __init__(self, *, system: str | None = None) -> None:
         self.system = system
+        self.unanswered: str | None = None
         self._exchanges: list[Exchange] = []
 
     def messages(self) -> list[Message]:
@@ -49,8 +51,9 @@ class Conversation:
         return [*self.messages(), Message(role="user", content=question)]
 
     def add(self, exchange: Exchange) -> None:
-        """Append an exchange."""
+        """Append an exchange, in place of an unanswered question."""
         self._exchanges.append(exchange)
+        self.unanswered = None
 
     def forget_token_ids(self) -> None:
         """Remove the token ids, which mean nothing to another model."""
@@ -62,12 +65,13 @@ class Conversation:
         return self._exchanges[-1] if self._exchanges else None
 
     def undo(self) -> Exchange | None:
-        """Remove and return the last exchange; None: no exchange is left."""
+        """Remove and return the last exchange; None: no exchange is left. An unanswered question stays."""
         return self._exchanges.pop() if self._exchanges else None
 
     def clear(self) -> None:
-        """Remove all exchanges; the system prompt stays."""
+        """Remove all exchanges and the unanswered question; the system prompt stays."""
         self._exchanges.clear()
+        self.unanswered = None
 
     def __len__(self) -> int:
         """The number of exchanges."""

@@ -73,7 +73,7 @@ def _run(session: ChatSession, typed: str) -> None:
     except KeyboardInterrupt:
         session.note("stopped")
     except ContextLengthExceeded as error:
-        remedy = "/undo removes the last exchange, /clear all of them"
+        remedy = "/undo removes the last exchange, and then /retry asks again; /clear removes all of them"
         session.report(ContextLengthExceeded(error.message, remedy=remedy))
     except GenserveError as error:
         session.report(error)

@@ -35,11 +35,12 @@ def compare(session: ChatSession, name: str, *, question: str | None) -> None:
     Args:
         session: the chat, which continues with the picked answer.
         name: the name of the second model, or the second seed.
-        question: the question to answer; None: the chat's last one, whose answer may be replaced.
+        question: the question to answer; None: the chat's last one, whose answer, if any, may be replaced.
 
     Raises:
         GenserveError: the second model cannot be opened, or the seed is invalid or changes nothing.
     """
+    question = question or session.conversation.unanswered
     last = session.conversation.last if question is None else None
     messages = session.conversation.messages()[: -2 if last else None]
     asked = last.question if last else question or ""

@@ -117,19 +117,23 @@ def _undo(session: ChatSession, _argument: str) -> None:
 
 
 def _retry(session: ChatSession, _argument: str) -> None:
-    if last := session.conversation.last:
+    if (question := session.conversation.unanswered) is not None:
+        session.summarize(session.ask(question))
+    elif last := session.conversation.last:
         session.summarize(session.ask_instead(last.question))
     else:
         session.note("nothing to retry")
 
 
 def _edit(session: ChatSession, _argument: str) -> None:
-    last = session.conversation.last
-    question = edited(last.question if last else "").strip()
-    if last and question == last.question:
+    unanswered, last = session.conversation.unanswered, session.conversation.last
+    before = unanswered or (last.question if last else "")
+    question = edited(before).strip()
+    if question and question == before:
         session.note("not changed; /retry asks it again")
     elif question:
-        session.summarize(session.ask_instead(question) if last else session.ask(question))
+        is_new = unanswered is not None or last is None
+        session.summarize(session.ask(question) if is_new else session.ask_instead(question))
     else:
         session.note("nothing to ask")
 
@@ -221,7 +225,7 @@ def _alternatives(session: ChatSession, _argument: str) -> None:
 
 def _compare(session: ChatSession, argument: str) -> None:
     name, _, question = argument.partition(" ")
-    if name and (question or session.conversation.last):
+    if name and (question or session.conversation.unanswered or session.conversation.last):
         compare(session, name, question=question.strip() or None)
     else:
         session.note("usage: /compare SEED|MODEL [QUESTION]; without one, the last question is asked again")

@@ -160,6 +160,32 @@ def test_a_failed_retry_keeps_the_conversation(session: ChatSession) -> None:
     assert contents(session) == ["one", "ONE"]
 
 
+def test_retry_asks_a_question_whose_answer_failed_and_keeps_the_answer_before_it(
+    session: ChatSession, said
+) -> None:
+    session.ask("one")
+    for _ in range(2):
+        session.options = SamplingOptions(temperature=-1)
+        with pytest.raises(InvalidRequest):
+            session.ask("two")
+    session.options = SamplingOptions()
+    assert said("/retry").startswith("TWO")
+    assert contents(session) == ["one", "ONE", "two", "TWO"]
+    assert said("/retry").startswith("TWO")
+    assert contents(session) == ["one", "ONE", "two", "TWO"]
+
+
+def test_retry_asks_a_question_again_that_did_not_fit_into_the_context(session: ChatSession, said) -> None:
+    session.ask("one")
+    with pytest.raises(InvalidRequest):
+        session.ask("reject")
+    assert said("/undo") == "removed: one\n"
+    with pytest.raises(InvalidRequest, match="rejected"):
+        run_slash(session, "/retry")
+    said("/clear")
+    assert said("/retry") == "nothing to retry\n"
+
+
 def test_retry_in_an_empty_chat_does_nothing(said) -> None:
     assert said("/retry") == "nothing to retry\n"
 
@@ -278,6 +304,17 @@ def test_edit_changes_the_last_question_and_asks_it(
     assert said("/edit").startswith("TWO MORE\n3 tokens")
     assert contents(session) == ["first", "FIRST", "two more", "TWO MORE"]
     assert said("/edit") == "not changed; /retry asks it again\n"
+
+
+def test_edit_changes_a_question_whose_answer_failed(
+    session: ChatSession, said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VISUAL", editor(tmp_path, 'sed -i s/reject/two/ "$1"'))
+    session.ask("one")
+    with pytest.raises(InvalidRequest):
+        session.ask("reject")
+    assert said("/edit").startswith("TWO")
+    assert contents(session) == ["one", "ONE", "two", "TWO"]
 
 
 @pytest.mark.parametrize(
