@@ -2,133 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
+from genserve.engine.wait_prediction import WaitPrediction
 from genserve.errors import Overloaded
 from genserve.generation_metrics import GenerationMetrics
 from genserve.request_context import NO_KEY, KeyShare
 
 T = TypeVar("T")
-
-_MEASUREMENT_LASTS_S = 60.0  # what an engine did counts as known for this time after it was full
-
-
-class WaitPrediction:
-    """Measures when the slots of one engine become free.
-
-    A *slot* is a row of a forward, for one sequence or beam. Its caller holds a lock; times are by the
-    engine's clock. The engine is measured only while it is *full*: from the moment a request finds no free
-    slot or blocks until the queue is empty. Under light load, slots are free, and the measurement would not
-    show how fast the engine can be. Until it is known, it is estimated from how long the last requests held
-    their slots.
-
-    Attributes:
-        full: whether the engine is full.
-    """
-
-    def __init__(self, *, max_num_seqs: int) -> None:
-        self.full = False
-        self._max_num_seqs = max_num_seqs
-        self._full_s = 0.0  # total time the engine has been full
-        self._last_full_s = 0.0  # when it was full last
-        # `_full_s` at each start. Answers of one length end together, so one round of them is too few.
-        self._started_s: deque[float] = deque([0.0], maxlen=4 * max_num_seqs + 1)
-        self._times_s: NDArray[np.float64] | None = None  # `_started_s` and `_full_s`, since the last step
-        self._began_s: deque[float] = deque(maxlen=max_num_seqs)  # the last sequences, full or not
-        self._held_s: deque[float] = deque(maxlen=max_num_seqs)  # by the last sequences to end
-        self._last_end_s = 0.0  # when the last of them was freed
-
-    def record_end(self, seconds: float, *, now_s: float) -> None:
-        """Record how long a sequence that has ended held its slot."""
-        self._held_s.append(seconds)
-        self._last_end_s = now_s
-
-    def record_step(
-        self, seconds: float, *, num_started: int, full: bool, num_waiting: int, now_s: float
-    ) -> None:
-        """Record a step.
-
-        Args:
-            seconds: the duration of the step.
-            num_started: slots of the sequences that had their first step.
-            full: whether the first waiting request found no slot, or too few blocks.
-            num_waiting: requests that wait for blocks and a slot.
-            now_s: when the step ended.
-        """
-        self._began_s.extend([now_s] * num_started)
-        was_full = self.full
-        self.full = full or (was_full and num_waiting > 0)
-        if self.full or was_full:  # the step that empties the queue is the last of a full engine
-            self._forget_if_outdated(now_s - seconds)
-            self._full_s += seconds
-            self._last_full_s = now_s
-            self._started_s.extend([self._full_s] * num_started)
-            self._times_s = None
-
-    def seconds_per_slot(self, now_s: float) -> float | None:
-        """Return how long a full engine takes to free one slot, on average; None: not known now."""
-        if self._is_measured(now_s):
-            return (self._full_s - self._started_s[0]) / (len(self._started_s) - 1)
-        # Steps with few sequences are faster, so this promises rather too much: it rejects too few.
-        held_s = self._mean_held_s(now_s)
-        return None if held_s is None else held_s / self._max_num_seqs
-
-    def longest_wait_s(self, num_slots: int, *, now_s: float) -> float:
-        """Return how long it may take until this many slots are free; 0 if it is not known now.
-
-        Slots do not become free evenly: answers of one length that began together end together. If 36
-        requests wait for 32 slots, four of them wait for two rounds of answers, although by the average
-        they would wait for little more than one. The result is therefore the longest time that as many
-        starts have taken. The times of several rounds are added up, because few rounds are known.
-        """
-        rounds, rest = divmod(num_slots, self._max_num_seqs)
-        if self._is_measured(now_s):
-            return rounds * self._longest_s(self._max_num_seqs) + self._longest_s(rest)
-        return self._estimated_wait_s(num_slots, now_s=now_s)
-
-    def shortest_wait_s(self, *, now_s: float) -> float:
-        """Return how long it takes until one slot is free if all answers are as short as a recent one."""
-        if not self._began_s or self._mean_held_s(now_s) is None:
-            return 0.0
-        return max(0.0, self._began_s[0] + min(self._held_s) - now_s)
-
-    def _estimated_wait_s(self, num_slots: int, *, now_s: float) -> float:
-        """Return what `longest_wait_s` is if all answers take as long as the last ones on average."""
-        held_s = self._mean_held_s(now_s)
-        if held_s is None:
-            return 0.0
-        rounds, slot = divmod(num_slots - 1, self._max_num_seqs)
-        began_s = self._began_s[slot] if slot < len(self._began_s) else now_s
-        return max(0.0, began_s + held_s - now_s) + rounds * held_s
-
-    def _longest_s(self, num_starts: int) -> float:
-        """Return the longest time between a start and the `num_starts`-th one after it, or now."""
-        if self._times_s is None:  # many requests may ask between two steps
-            self._times_s = np.array([*self._started_s, self._full_s])
-        times_s = self._times_s
-        return float((times_s[num_starts:] - times_s[: len(times_s) - num_starts]).max())
-
-    def _is_measured(self, now_s: float) -> bool:
-        # More than one round: the first pause began before the engine was full.
-        num_started = len(self._started_s) - 1
-        return num_started > self._max_num_seqs and now_s - self._last_full_s <= _MEASUREMENT_LASTS_S
-
-    def _mean_held_s(self, now_s: float) -> float | None:
-        if self._held_s and now_s - self._last_end_s <= _MEASUREMENT_LASTS_S:
-            return sum(self._held_s) / len(self._held_s)
-        return None
-
-    def _forget_if_outdated(self, now_s: float) -> None:
-        if now_s - self._last_full_s > _MEASUREMENT_LASTS_S:
-            self._started_s.clear()
-            self._started_s.append(self._full_s)
-
 
 _MAX_RETRY_AFTER_S = 60.0  # the official clients do not wait longer
 _MIN_RETRY_AFTER_S = 0.1
@@ -186,12 +70,13 @@ REPLICAS_FULL = "replicas_full"
 class AdmissionControl:
     """Counts the requests that wait for one engine, has their wait predicted, and applies the limits.
 
-    Its caller holds a lock; times are by the engine's clock. Requests are counted by the *slots* that
-    they need in a forward, one for each sequence or beam.
+    Requests are counted by the *slots* that they need in a forward, one for each sequence or beam. Its caller
+    holds a lock, but not to read a count; times are by the engine's clock.
 
     Attributes:
         limits: how many requests may wait, and how long.
-        num_accepted: slots of all requests that have not ended.
+        prediction: predicts waits from the steps and the ends of sequences that are recorded there.
+        num_accepted: slots of all requests that have not ended, waiting ones included.
         num_waiting_tokens: tokens of the prompts that wait for their first step.
         without_adapters: slots of the accepted requests that wait for adapters, and take no slot before, by
             priority.
@@ -212,7 +97,7 @@ class AdmissionControl:
         # Slots, by priority.
         self._preparing: Counter[int] = Counter()
         self._waiting: Counter[int] = Counter()
-        self._prediction = WaitPrediction(max_num_seqs=max_num_seqs)
+        self.prediction = WaitPrediction(max_num_seqs=max_num_seqs)
         self._retry_times = RetryTimes()
 
     @property
@@ -283,7 +168,7 @@ class AdmissionControl:
 
     def seconds_per_slot(self, *, now_s: float) -> float | None:
         """Return the time in which a slot becomes free while requests wait; None: it is not known."""
-        return self._prediction.seconds_per_slot(now_s)
+        return self.prediction.seconds_per_slot(now_s)
 
     def check_count(self, count: int, *, now_s: float) -> None:
         """Raise Overloaded if `count` more slots exceed the capacity."""
@@ -347,10 +232,6 @@ class AdmissionControl:
         if share.name not in self._taken:
             self._weights.pop(share.name, None)
 
-    def record_end(self, seconds: float, *, now_s: float) -> None:
-        """Record how long a sequence that has ended held its slot."""
-        self._prediction.record_end(seconds, now_s=now_s)
-
     def wait(self, num_seqs: int, *, num_tokens: int, priority: int) -> None:
         """Count an accepted sequence that waits for its first step."""
         self.num_waiting_tokens += num_tokens
@@ -361,28 +242,20 @@ class AdmissionControl:
         self.num_waiting_tokens -= num_tokens
         _subtract(self._waiting, priority, num_seqs)
         if not self._waiting - self.without_adapters:
-            self._prediction.full = False  # if all requests have left, no step will record it
-
-    def record_step(
-        self, seconds: float, *, num_started: int, full: bool, num_waiting: int, now_s: float
-    ) -> None:
-        """See `WaitPrediction.record_step`; `num_started` counts slots as `wait` counted them."""
-        self._prediction.record_step(
-            seconds, num_started=num_started, full=full, num_waiting=num_waiting, now_s=now_s
-        )
+            self.prediction.full = False  # if all requests have left, no step will record it
 
     def _predicted_wait_s(self, priority: int, *, now_s: float) -> float:
         waiting = self._waiting - self.without_adapters
         # Where blocks are short, free slots do not help.
-        num_free = 0 if self._prediction.full else self._max_num_seqs - (self.num_accepted - self.num_waiting)
+        num_free = 0 if self.prediction.full else self._max_num_seqs - (self.num_accepted - self.num_waiting)
         num_ahead = waiting.total() + self.num_preparing
         if num_ahead < num_free:
             return 0.0
         if num_ahead == num_free:
-            return self._prediction.shortest_wait_s(now_s=now_s)
+            return self.prediction.shortest_wait_s(now_s=now_s)
         queue = [*waiting.items(), *self._preparing.items()]
         num_slots = sum(count for other, count in queue if other <= priority) + 1 - num_free
-        return self._prediction.longest_wait_s(num_slots, now_s=now_s) if num_slots > 0 else 0.0
+        return self.prediction.longest_wait_s(num_slots, now_s=now_s) if num_slots > 0 else 0.0
 
 
 def _subtract(counter: Counter[T], key: T, count: int) -> None:

@@ -102,6 +102,9 @@ class InputQueue(Generic[SequenceT]):
 
     The queue counts requests until they end. Its methods are safe from any thread; the methods after `close`
     are for the engine's thread. Times are by the engine's clock.
+
+    Attributes:
+        admission: the counts of the requests.
     """
 
     def __init__(self, *, clock: Callable[[], float], admission: AdmissionControl) -> None:
@@ -113,7 +116,7 @@ class InputQueue(Generic[SequenceT]):
         self._idle = threading.Condition(self._lock)
         self._taken = threading.Condition(self._lock)  # of stored blocks
         # Guarded by the lock.
-        self._admission = admission
+        self.admission = admission
         self._arrivals: Arrivals[SequenceT] = Arrivals()
         self._oldest_s = math.inf  # no sequence that waits for its first step came earlier
         self._num_awaited = 1  # how many arrivals wake the engine's thread
@@ -121,44 +124,16 @@ class InputQueue(Generic[SequenceT]):
         self._failure: GenserveError | None = None
 
     @property
-    def num_accepted(self) -> int:
-        """Sequences and logits requests that have not ended, waiting ones included.
-
-        A beam search counts as many as it has beams.
-        """
-        return self._admission.num_accepted
-
-    @property
-    def capacity(self) -> int:
-        """How many may run, wait and be prepared together."""
-        return self._admission.capacity
-
-    @property
-    def num_preparing(self) -> int:
-        """Slots reserved for requests whose prompts are being prepared."""
-        return self._admission.num_preparing
-
-    @property
-    def num_waiting(self) -> int:
-        """Accepted sequences that wait for their first step; beams count too."""
-        return self._admission.num_waiting
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        """Prompt tokens of the sequences that wait for their first step."""
-        return self._admission.num_waiting_tokens
-
-    @property
     def num_free(self) -> int:
         """How many requests with a short prompt would be accepted now."""
         with self._lock:
-            return self._admission.num_free(now_s=self._clock())
+            return self.admission.num_free(now_s=self._clock())
 
     @property
     def seconds_per_slot(self) -> float | None:
         """The time in which a slot becomes free while requests wait; None: unknown."""
         with self._lock:
-            return self._admission.seconds_per_slot(now_s=self._clock())
+            return self.admission.seconds_per_slot(now_s=self._clock())
 
     @property
     def is_open(self) -> bool:
@@ -179,9 +154,9 @@ class InputQueue(Generic[SequenceT]):
         with self._lock:
             self._check_open()
             if not is_resumed:
-                self._admission.check(count, num_tokens=0, priority=priority, now_s=now_s, share=share)
-            queued = self._admission.num_preparing > 0
-            self._admission.reserve(count, priority=priority, share=share)
+                self.admission.check(count, num_tokens=0, priority=priority, now_s=now_s, share=share)
+            queued = self.admission.num_preparing > 0
+            self.admission.reserve(count, priority=priority, share=share)
         return Reservation(self, count, priority=priority, share=share, arrived_s=now_s, queued=queued)
 
     def check_reserved(self, reservation: Reservation) -> None:
@@ -190,14 +165,14 @@ class InputQueue(Generic[SequenceT]):
         with self._lock:
             self._check_open()
             if reservation.queued and now_s - reservation.arrived_s > self._max_wait_s:
-                raise self._admission.timeout(now_s=now_s)
+                raise self.admission.timeout(now_s=now_s)
 
     def release(self, reservation: Reservation) -> None:
         """See `Reservation.release`."""
         with self._lock:
             if not reservation.released:
                 reservation.released = True
-                self._admission.release(
+                self.admission.release(
                     reservation.count, priority=reservation.priority, share=reservation.share
                 )
 
@@ -207,7 +182,7 @@ class InputQueue(Generic[SequenceT]):
         with self._lock:
             self._check_open()
             if not first.is_resumed:
-                self._admission.check(
+                self.admission.check(
                     0,
                     num_tokens=sum(map(_num_waiting_tokens, sequences)),
                     priority=first.priority,
@@ -241,16 +216,16 @@ class InputQueue(Generic[SequenceT]):
             self._check_open()
             if not first.is_resumed:
                 num_tokens = sum(sequence.num_waiting_tokens for sequence in sequences)
-                self._admission.check(
+                self.admission.check(
                     num_seqs,
                     num_tokens=num_tokens,
                     priority=first.priority,
                     now_s=now_s,
                     share=first.share,
                 )
-            self._admission.accept(num_seqs, share=first.share)
+            self.admission.accept(num_seqs, share=first.share)
             for sequence in sequences:
-                self._admission.wait(
+                self.admission.wait(
                     sequence.num_accepted_seqs,
                     num_tokens=sequence.num_waiting_tokens,
                     priority=sequence.priority,
@@ -271,8 +246,8 @@ class InputQueue(Generic[SequenceT]):
             request.submitted_s = now_s
         with self._lock:
             self._check_open()
-            self._admission.check_count(len(requests), now_s=now_s)
-            self._admission.accept(len(requests), share=requests[0].share)
+            self.admission.check_count(len(requests), now_s=now_s)
+            self.admission.accept(len(requests), share=requests[0].share)
             self._arrivals.logits_requests.extend(requests)
             self._notify_arrival()
 
@@ -307,7 +282,7 @@ class InputQueue(Generic[SequenceT]):
     def drain(self, *, timeout_s: float) -> None:
         """Wait until every accepted request has ended, at most `timeout_s`; new ones are still accepted."""
         with self._lock:
-            self._idle.wait_for(lambda: not self._admission.num_accepted, timeout_s)
+            self._idle.wait_for(lambda: not self.admission.num_accepted, timeout_s)
 
     def close(self) -> None:
         """Reject all further requests with `Closed`, and wake the engine's thread."""
@@ -371,7 +346,7 @@ class InputQueue(Generic[SequenceT]):
         """
         sequences = [s for s in started if isinstance(s, SubmittedSequence) and s.started_s is None]
         with self._lock:
-            self._admission.record_step(
+            self.admission.prediction.record_step(
                 seconds,
                 num_started=sum(sequence.num_accepted_seqs for sequence in sequences),
                 full=full,
@@ -388,7 +363,7 @@ class InputQueue(Generic[SequenceT]):
     def record_without_adapters(self, counts: Counter[int]) -> None:
         """Record how many of the waiting sequences and beams wait for adapters, by priority."""
         with self._lock:
-            self._admission.without_adapters = counts
+            self.admission.without_adapters = counts
 
     @property
     def next_overdue_s(self) -> float:
@@ -416,7 +391,7 @@ class InputQueue(Generic[SequenceT]):
                     self._oldest_s = min(self._oldest_s, submission.arrived_s)
                     continue
                 if id(submission) not in errors:
-                    errors[id(submission)] = self._admission.timeout(now_s=now_s)
+                    errors[id(submission)] = self.admission.timeout(now_s=now_s)
                 overdue.append((sequence, errors[id(submission)]))
         return overdue
 
@@ -430,14 +405,14 @@ class InputQueue(Generic[SequenceT]):
                     self._stop_waiting(request)
                 else:
                     now_s = self._clock()
-                    self._admission.record_end(now_s - request.started_s, now_s=now_s)
-            self._admission.leave(num_seqs, share=request.share)
-            if not self._admission.num_accepted:
+                    self.admission.prediction.record_end(now_s - request.started_s, now_s=now_s)
+            self.admission.leave(num_seqs, share=request.share)
+            if not self.admission.num_accepted:
                 self._idle.notify_all()
 
     def _stop_waiting(self, sequence: SubmittedSequence) -> None:
         """Stop counting a sequence among the waiting ones: it has had its first step, or ends before."""
-        self._admission.start(
+        self.admission.start(
             sequence.num_accepted_seqs, num_tokens=sequence.num_waiting_tokens, priority=sequence.priority
         )
 

@@ -116,13 +116,13 @@ class SimulatedReplica:
     @property
     def load(self) -> ReplicaLoad:
         """The load, as the router reads it."""
-        queue = self._queue
+        counts = self._queue.admission
         return ReplicaLoad(
-            running=queue.num_accepted - queue.num_waiting,
-            waiting=queue.num_waiting,
-            waiting_tokens=queue.num_waiting_tokens,
+            running=counts.num_accepted - counts.num_waiting,
+            waiting=counts.num_waiting,
+            waiting_tokens=counts.num_waiting_tokens,
             kv_usage=self._kv.usage,
-            num_free=queue.num_free,
+            num_free=self._queue.num_free,
         )
 
     def receive(self, planned: PlannedRequest, token_ids: Sequence[int], *, keys: Sequence[bytes]) -> None:

@@ -53,7 +53,9 @@ def step(
     num_waiting: int = 1,
     now_s: float = 0.0,
 ) -> None:
-    admission.record_step(seconds, num_started=num_started, full=full, num_waiting=num_waiting, now_s=now_s)
+    admission.prediction.record_step(
+        seconds, num_started=num_started, full=full, num_waiting=num_waiting, now_s=now_s
+    )
 
 
 @dataclass(eq=False, kw_only=True)
@@ -140,7 +142,7 @@ class SimulatedEngine:
             request.num_steps -= 1
             if not request.num_steps:
                 self.admission.leave(request.num_slots)
-                self.admission.record_end(self.now_s - request.began_s, now_s=self.now_s)
+                self.admission.prediction.record_end(self.now_s - request.began_s, now_s=self.now_s)
         self.running = [request for request in self.running if request.num_steps]
 
 
@@ -201,7 +203,7 @@ def test_before_the_engine_was_full_no_request_is_rejected_for_its_wait() -> Non
 def test_before_the_engine_was_full_the_time_that_places_were_held_predicts_the_wait() -> None:
     admission = busy(control(max_wait_s=11.5))
     for seconds in (3.0, 5.0):  # a round of two slots takes 4 s
-        admission.record_end(seconds, now_s=0.0)
+        admission.prediction.record_end(seconds, now_s=0.0)
     for _ in range(4):
         join(admission)  # the fourth waits for 8 s
     with rejected_for_a_wait_of(12, limit_s=11.5):
@@ -213,7 +215,7 @@ def test_before_the_engine_was_full_the_running_requests_are_expected_to_end_at_
     admission = control(max_wait_s=10)
     admission.accept(2)
     step(admission, 1.0, num_started=2, full=False, num_waiting=0, now_s=0.0)
-    admission.record_end(20.0, now_s=0.0)
+    admission.prediction.record_end(20.0, now_s=0.0)
     with rejected_for_a_wait_of(15, limit_s=10):
         join(admission, now_s=5.0)
     join(admission, now_s=13.0)  # for 7 s

@@ -177,7 +177,7 @@ def test_logits_requests_are_exempt_from_the_limits_on_tokens_and_time(full):
 
 def num_measured(engine: EngineThread) -> int:
     """Return how many slots the measured throughput of the full engine is based on."""
-    return len(engine._queue._admission._prediction._started_s) - 1
+    return len(engine._queue.admission.prediction._started_s) - 1
 
 
 def test_a_started_search_counts_all_its_beams_in_the_throughput(full):

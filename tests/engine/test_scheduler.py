@@ -11,7 +11,7 @@ from genserve.engine.engine import Engine
 from genserve.engine.engine_request import TokenSequence
 from genserve.engine.kv_cache_manager import KVCacheManager
 from genserve.engine.logits_model import ForwardBatch
-from genserve.engine.scheduler import Scheduler, SchedulerOutput, StepTimes, divide_budget, num_unfinished
+from genserve.engine.scheduler import Scheduler, divide_budget, num_unfinished
 from genserve.request_context import KeyShare
 from genserve.sampling.logits_array import FloatArray
 from tests.fakes.logits import PagedLogits
@@ -310,61 +310,3 @@ def test_a_prompt_continues_if_more_places_are_held_than_exist():
     assert output is not None
     assert output.requests == [stream, prompt]
     assert min(output.num_tokens) > 0
-
-
-def record(times: StepTimes, num_decodes: int, seconds: float, *, prompt: int = 0, drafted: int = 0) -> None:
-    step = SchedulerOutput(num_decodes=num_decodes, num_prompt_tokens=prompt, num_drafted=drafted)
-    times.record(step, seconds)
-
-
-def test_step_times_are_guessed_before_the_first_measurement():
-    assert StepTimes().doubling_prompt_tokens(8) == StepTimes().doubling_drafted_tokens(8) == 23
-    assert StepTimes().decode_s(8) is None
-
-
-def test_step_times_learn_how_many_tokens_double_a_step():
-    times = StepTimes()
-    for _ in range(30):
-        record(times, 8, 0.010)
-        record(times, 8, 0.016, prompt=20)
-        record(times, 8, 0.0105, drafted=5)
-    assert times.doubling_prompt_tokens(8) == pytest.approx(0.010 / 0.0003)
-    assert times.doubling_drafted_tokens(8) == pytest.approx(0.010 / 0.0001, rel=0.01)
-
-
-def test_the_nearest_measured_number_of_decodes_counts():
-    times = StepTimes()
-    record(times, 2, 0.006)
-    record(times, 30, 0.020)
-    assert (times.decode_s(1), times.decode_s(5), times.decode_s(32)) == (0.006, 0.006, 0.020)
-
-
-def test_one_slow_step_changes_the_averages_little():
-    times = StepTimes()
-    for seconds in (0.005, 0.005, 100.0):
-        record(times, 1, seconds)
-    assert times.decode_s(1) == pytest.approx(0.006)
-
-
-def test_a_few_tokens_of_a_prompt_are_not_measured():
-    times = StepTimes()
-    record(times, 4, 0.010)
-    record(times, 4, 0.0101, prompt=2)
-    assert times.doubling_prompt_tokens(4) == 19
-
-
-def test_steps_without_decodes_or_without_time_are_not_measured():
-    times = StepTimes()
-    record(times, 0, 1.0, prompt=500)
-    record(times, 4, 0.0)
-    assert times.doubling_prompt_tokens(4) == 19
-
-
-def test_drafting_resumes_some_time_after_a_slow_step():
-    times = StepTimes()
-    record(times, 1, 0.020)
-    record(times, 1, 0.200, drafted=5)
-    assert times.doubling_drafted_tokens(1) < 1
-    for _ in range(1000):
-        record(times, 1, 0.020)
-    assert times.doubling_drafted_tokens(1) > 4
