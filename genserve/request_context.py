@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from genserve.completion import ABORT, ERROR, Timings
 from genserve.errors import GenserveError, drop_frames
@@ -105,6 +105,8 @@ class RequestContext:
         span: ended with the request; None: the server sends no spans.
         levels: the levels of its log line.
         load_s: how long it has waited for its models to be loaded, seconds.
+        receive: returns the next ASGI message of its client, after the body that it has disconnected; None: a
+            call over gRPC, which is cancelled then.
     """
 
     id: str
@@ -125,6 +127,7 @@ class RequestContext:
     span: LoggedSpan | None = None
     levels: LogLevels = DEFAULT_LEVELS
     load_s: float = 0.0
+    receive: Callable[[], Awaitable[Any]] | None = None
 
     def end_uses(self) -> None:
         """End the uses of models; a second call does nothing."""

@@ -31,6 +31,7 @@ from genserve.server.access.access_control import AccessControl, is_loopback, pa
 from genserve.server.access.key_ring import KeyRing
 from genserve.server.access.key_usage import KeyUsageCollector
 from genserve.server.http.offload import start_daemon
+from genserve.server.http.sse_response import ClientLeft, while_connected
 from genserve.server.observe.log_settings import LogSettings
 from genserve.server.observe.request_spans import RequestSpans
 from genserve.server.observe.triton_metrics import read_metrics_config
@@ -207,9 +208,11 @@ class Services:
     async def use_model(self, name: str, *, keep_alive_s: float | None = None) -> None:
         """Load a model if it is loaded on demand; it stays loaded until the current request has ended.
 
-        An unknown name is left to the caller, whose dialect has words for it.
+        An unknown name is left to the caller, whose dialect has words for it. The body of a request over HTTP
+        has been read, so that its client is watched meanwhile.
 
         Raises:
+            ClientLeft: the client has disconnected; others that wait still get the model.
             ModelNotReady: it cannot be loaded, or its memory is in use; or the server is stopping.
             Overloaded: too many requests wait for it.
         """
@@ -223,8 +226,13 @@ class Services:
         started_s = time.monotonic()
         using = on_demand.use(name, keep_alive_s=keep_alive_s)
         try:
-            use = using.result() if using.done() else await asyncio.wrap_future(using)
-        except asyncio.CancelledError:
+            if using.done():
+                use = using.result()
+            elif request.receive is None:
+                use = await asyncio.wrap_future(using)
+            else:
+                use = await while_connected(asyncio.wrap_future(using), request.receive)
+        except (asyncio.CancelledError, ClientLeft):
             using.add_done_callback(_end_unused)  # it may be loaded at this moment
             raise
         except InferenceError as error:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from genserve.server.http import sse_response
 from genserve.server.kserve import inference
 from genserve.server.services import repository_options
 from genserve.settings import ServerSettings
-from tests.support.live_server import LiveServer, wait_until
+from tests.support.live_server import LiveServer, request_bytes, wait_until
 from tests.support.representatives import with_extended
 
 NAMES = ("m1", "m2", "m3", "m4", "m5")
@@ -243,20 +244,59 @@ def test_a_client_that_leaves_does_not_end_the_load_of_another(http: httpx2.Clie
     assert gate.num_begun == 1
 
 
-@pytest.mark.parametrize("name", ["generate", "generate_stream"])
-def test_a_client_of_kserve_that_leaves_waits_for_no_load(
-    server: LiveServer, http: httpx2.Client, gate: Gate, name: str
+TEXT_INPUT = [{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["hello"]}]
+# By name: the path and the body of a request that has no answer before its model is loaded.
+WAITING: dict[str, tuple[str, dict[str, Any]]] = {
+    "infer": ("/v2/models/m2/infer", {"inputs": TEXT_INPUT}),
+    "generate": ("/v2/models/m2/generate", {"text_input": "hello"}),
+    "generate_stream": ("/v2/models/m2/generate_stream", {"text_input": "hello"}),
+    "chat": ("/v1/chat/completions", {"model": "m2", "messages": TALK}),
+    "tokenize": ("/tokenize", {"model": "m2", "prompt": "hello"}),
+}
+
+
+@contextmanager
+def client_of_m2(server: LiveServer, door: str) -> Iterator[None]:
+    """A client that has sent a request, and leaves at the end of the block."""
+    if door in WAITING:
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(request_bytes(*WAITING[door]))
+            yield
+        return
+    text = triton_grpc.InferInput("text_input", [1], "BYTES")
+    text.set_data_from_numpy(np.array([b"hello"], dtype=object))
+    with triton_grpc.InferenceServerClient(server.grpc_url) as client:
+        if door == "ModelInfer":
+            call = client.async_infer("m2", [text], callback=lambda **_: None)
+            yield
+            call.cancel()
+        else:
+            client.start_stream(callback=lambda **_: None)
+            client.async_stream_infer("m2", [text])
+            yield
+            client.stop_stream(cancel_requests=True)
+
+
+DOORS = [*WAITING, "ModelInfer", "ModelStreamInfer"]
+
+
+@pytest.mark.parametrize("door", with_extended(DOORS, always={"infer", "tokenize", "ModelInfer"}))
+def test_a_client_that_leaves_causes_no_load(
+    server: LiveServer, http: httpx2.Client, gate: Gate, door: str
 ) -> None:
     on_demand = server.server.services.repository.on_demand
     assert on_demand is not None
-    body = json.dumps(STREAMS["kserve"][1]).encode()
-    head = f"POST /v2/models/m1/{name} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-    with socket.create_connection((http.base_url.host, http.base_url.port)) as leaving:
-        leaving.sendall(head.encode() + body)
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(http.post, "/v2/models/m1/generate", json={"text_input": "hello"})
+        wait_until(lambda: gate.num_begun)
+        with client_of_m2(server, door):
+            wait_until(lambda: on_demand.num_waiting == 2)
         wait_until(lambda: on_demand.num_waiting == 1)
-    wait_until(lambda: on_demand.num_waiting == 0)
-    assert not gate.opened.is_set()
-    gate.opened.set()
+        gate.opened.set()
+        assert other.result().status_code == 200
+    assert http.post("/v2/models/m3/generate", json={"text_input": "hello"}).status_code == 200
+    assert loaded(http) == ["m1", "m3"]
+    assert gate.num_begun == 2
 
 
 def test_an_invalid_request_loads_nothing(http: httpx2.Client) -> None:

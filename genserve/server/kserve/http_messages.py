@@ -17,7 +17,7 @@ from genserve.server.error_responses import error_headers, kserve_error, kserve_
 from genserve.server.http.connection_errors import raise_connection_error
 from genserve.server.http.offload import offload_if_large
 from genserve.server.http.request_body import check_content_encoding
-from genserve.server.http.sse_response import ClientLeft, while_connected
+from genserve.server.http.sse_response import ClientLeft
 from genserve.server.kserve.running_inference import ResponseDispatcher, RunningInference
 from genserve.server.kserve.state import KServeState
 from genserve.server.kserve.triton_parsing import forwarded_headers, read_json, read_version
@@ -127,14 +127,6 @@ class KServeCall:
         """Return the parsed body; None: it is empty. Raises what `plain_body` raises, and InferenceError."""
         body = await self.plain_body()
         return await offload_if_large(len(body), read_json, body) if body else None
-
-    async def use_model(self) -> None:
-        """See `Services.use_model`; the body has been read.
-
-        Raises:
-            ClientLeft: the client has disconnected; others that wait still get the model.
-        """
-        await while_connected(self.services.use_model(self.model), self._receive)
 
     def start(self, request: InferenceRequest) -> WatchedInference:
         """Submit a request to its model; raises what `InferenceServer.submit` raises."""

@@ -47,6 +47,11 @@ _NOT_ONE_RESPONSE = (
 
 async def infer(call: KServeCall) -> KServeResponse:
     """Run one inference."""
+    encoding = call.header(b"content-encoding")
+    if encoding not in (None, "identity", *_WINDOW_BITS):
+        error = InferenceError("Unsupported compression type", status=Status.UNSUPPORTED)
+        return error_response(error, headers=[(b"accept-encoding", b"gzip, deflate")])
+    received, length = await _receive(call, encoding)
     await call.services.use_model(call.model)
     model = call.services.repository.find(call.model, call.version)
     if model.config.decoupled:
@@ -55,11 +60,7 @@ async def infer(call: KServeCall) -> KServeResponse:
             status=Status.UNSUPPORTED,
             remedy="use generate_stream, or a gRPC stream",
         )
-    encoding = call.header(b"content-encoding")
-    if encoding not in (None, "identity", *_WINDOW_BITS):
-        error = InferenceError("Unsupported compression type", status=Status.UNSUPPORTED)
-        return error_response(error, headers=[(b"accept-encoding", b"gzip, deflate")])
-    body = await _read(call, model, encoding)
+    body = await _read(call, model, received, length)
     with call.start(body.request) as running:
         response = await running.single()
     if response.error is not None:
@@ -75,7 +76,8 @@ async def infer(call: KServeCall) -> KServeResponse:
     return await _compressed_response(written, accepted=call.header(b"accept-encoding"))
 
 
-async def _read(call: KServeCall, model: ModelVersion, encoding: str | None) -> InferRequestBody:
+async def _receive(call: KServeCall, encoding: str | None) -> tuple[memoryview, int]:
+    """Return the decompressed body, and the length of its JSON; 0: it is a raw tensor."""
     limit = call.services.settings.http_max_input_size
     text = call.header(_HEADER_LENGTH.lower().encode())
     given = None if text is None else _header_length(text)
@@ -88,11 +90,15 @@ async def _read(call: KServeCall, model: ModelVersion, encoding: str | None) -> 
         raise InferenceError(f"inference header size should be in range (0, {len(body)}), got: {text}")
     if length > limit:
         raise too_large(length, limit=limit)
+    if not length and len(body) > limit:
+        raise _beyond(f"Raw input has a byte_size ({len(body)} bytes) that", limit=limit)
+    return body, length
+
+
+async def _read(call: KServeCall, model: ModelVersion, body: memoryview, length: int) -> InferRequestBody:
     version = call.version
     parameters = call.forwarded_headers()
     if not length:
-        if len(body) > limit:
-            raise _beyond(f"Raw input has a byte_size ({len(body)} bytes) that", limit=limit)
         return read_raw_body(body, model=model, version=version, parameters=parameters)
     has_strings = any(spec.data_type == DataType.BYTES.config_name for spec in model.config.inputs)
     return await offload_if_large(
@@ -250,8 +256,7 @@ class ResponseEvents:
 
 
 async def _start_generate(call: KServeCall, body: memoryview) -> WatchedInference:
-    if call.services.repository.on_demand is not None:
-        await call.use_model()
+    await call.services.use_model(call.model)
     model = call.services.repository.find(call.model, call.version)
     request = await offload_if_large(
         len(body) * COST_PER_OBJECT_BYTE, read_generate_body, body, model=model, version=call.version

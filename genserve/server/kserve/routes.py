@@ -146,7 +146,7 @@ class KServe:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request, with every error as a response, and log it; the ASGI protocol."""
-        request = begin_request(scope, self._services.request_spans)
+        request = begin_request(scope, receive, self._services.request_spans)
         try:
             response = await self._respond(request, scope, receive)
         except ClientLeft:

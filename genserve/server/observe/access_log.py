@@ -46,18 +46,18 @@ class AccessLog:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, and add the header to its response."""
         if scope["type"] == "http":
-            await answer_logged(begin_request(scope, self._spans), self._app, scope, receive, send)
+            await answer_logged(begin_request(scope, receive, self._spans), self._app, scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
 
-def begin_request(scope: Scope, spans: RequestSpans | None) -> RequestContext:
+def begin_request(scope: Scope, receive: Receive, spans: RequestSpans | None) -> RequestContext:
     """Return the log's record of a request, and make it the current one; call `log_http` when it has ended.
 
     Its id is the caller's or a new one, and is in each line that is logged for the request. It has a span if
     the server has `spans`.
     """
-    request = RequestContext(id=_given_id(scope) or _new_id())
+    request = RequestContext(id=_given_id(scope) or _new_id(), receive=receive)
     if spans is not None:
         request.span = RequestSpan(spans, scope["headers"])
     CURRENT_REQUEST.set(request)
