@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import operator
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -30,7 +32,7 @@ _OTHER_PRODUCTS = (
 # Initializations that leave the weights of the model as they are.
 _INITIALIZATIONS = (None, True, False, "eva", "gaussian", "orthogonal")
 
-_TYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+_TYPES: Mapping[str, type[np.generic]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 _MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as its own reader limits it
 
 
@@ -64,8 +66,17 @@ class LowRankProduct:
     up: NDArray[np.float32]  # [outputs, rank], multiplied by the scale
 
 
+@dataclass(frozen=True, slots=True)
+class _StoredTensor:
+    """Where the numbers of a tensor are in a file."""
+
+    dtype: type[np.generic]
+    shape: tuple[int, ...]
+    offset: int  # bytes
+
+
 class PeftAdapter:
-    """The files of an adapter, which are mapped and read when they are needed.
+    """The files of an adapter, whose tensors are read when they are needed.
 
     Attributes:
         config: the fields of adapter_config.json.
@@ -114,7 +125,8 @@ class PeftAdapter:
         """Read the product of a module.
 
         Raises:
-            RepositoryError: it has numbers that are not finite, or the config does not state its scale.
+            RepositoryError: it has numbers that are not finite, the config does not state its scale, or the
+                file was shortened or removed since it was opened.
         """
         _, rank, _ = self.shape(module)
         down, up = (self._read(self._name(module, part)) for part in ("A", "B"))
@@ -137,10 +149,19 @@ class PeftAdapter:
 
     def _read(self, name: str | None) -> NDArray[np.float32]:
         assert name is not None  # `shape` has found it
-        values = self._tensors[name]
+        stored, path = self._tensors[name], self._folder / WEIGHTS
+        count = math.prod(stored.shape)
+        try:
+            # Not mapped: to read what was cut off from a mapped file ends the process (SIGBUS).
+            values = np.fromfile(path, stored.dtype, count, offset=stored.offset)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        if len(values) < count:
+            raise _unreadable(path, f"it was shortened, and ends before the end of {name}")
+        values = values.reshape(stored.shape)
         if values.dtype == np.uint16:
             return (values.astype(np.uint32) << 16).view(np.float32)
-        return values.astype(np.float32)
+        return values.astype(np.float32, copy=False)
 
 
 MERGE_WITH_PEFT = "merge it with PEFT, and export the folder with the merged model"
@@ -183,8 +204,14 @@ def _read_config(folder: Path) -> Mapping[str, Any]:
     return config
 
 
-def _open_safetensors(path: Path) -> dict[str, NDArray[Any]]:
-    """Map the tensors of a file; bfloat16 is returned as uint16.
+def _unreadable(path: Path, problem: Exception | str) -> RepositoryError:
+    return RepositoryError(
+        f"{path} cannot be read: {problem}", remedy="download the adapter again, or save it in float32"
+    )
+
+
+def _open_safetensors(path: Path) -> dict[str, _StoredTensor]:
+    """Return where the tensors of a file are; the numbers of bfloat16 are read as uint16.
 
     Raises:
         RepositoryError: the file is missing or broken, or has tensors of another type.
@@ -195,23 +222,25 @@ def _open_safetensors(path: Path) -> dict[str, NDArray[Any]]:
             if size > _MAX_HEADER_BYTES:
                 raise ValueError(f"its header has {size} bytes")
             header = json.loads(file.read(size))
-        data = np.memmap(path, np.uint8, mode="r", offset=8 + size)
-        return dict(_tensors(header, data))
+            num_bytes = file.seek(0, os.SEEK_END)
+        return dict(_tensors(header, first=8 + size, last=num_bytes))
     except FileNotFoundError as error:
         raise RepositoryError(f"{path.parent} has no {path.name}", remedy=_SAVE) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RepositoryError(
-            f"{path} cannot be read: {error}", remedy="download the adapter again, or save it in float32"
-        ) from error
+        raise _unreadable(path, error) from error
 
 
-def _tensors(header: Mapping[str, Any], data: NDArray[np.uint8]) -> Iterator[tuple[str, NDArray[Any]]]:
+def _tensors(header: Mapping[str, Any], *, first: int, last: int) -> Iterator[tuple[str, _StoredTensor]]:
+    """Yield the tensors of a header, by name; their numbers are between two offsets of the file."""
     for name, entry in header.items():
         if name == "__metadata__":
             continue
         if entry["dtype"] not in _TYPES:
             raise ValueError(f"{name} has the type {entry['dtype']}")
-        start, end = entry["data_offsets"]
-        if not 0 <= start <= end <= len(data):
+        dtype, shape = _TYPES[entry["dtype"]], tuple(map(operator.index, entry["shape"]))
+        start, end = map(operator.index, entry["data_offsets"])
+        if not 0 <= start <= end <= last - first:
             raise ValueError(f"{name} is beyond the end of the file")
-        yield name, data[start:end].view(_TYPES[entry["dtype"]]).reshape(entry["shape"])
+        if min(shape, default=0) < 0 or math.prod(shape) * np.dtype(dtype).itemsize != end - start:
+            raise ValueError(f"{name} has {end - start} bytes, which are not those of the shape {[*shape]}")
+        yield name, _StoredTensor(dtype, shape, first + start)

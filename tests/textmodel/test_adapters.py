@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import shutil
 import threading
@@ -528,6 +529,22 @@ def test_an_adapter_that_is_written_while_it_is_read_is_rejected(
     assert isinstance(acquired(known, "a").error, ModelNotReady)
     with pytest.raises(RepositoryError, match="while they were read"):
         known.load("c", folder)
+
+
+def test_an_adapter_that_is_shortened_while_it_is_read_is_rejected(
+    base: Path, adapters: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(adapters[0], tmp_path / "adapter"))
+    known = adapters_of(write_graph(base, tmp_path / "graph").logits(max_num_seqs=1, max_length=64))
+    pack = known._packed
+
+    def shortened(peft: Any) -> Any:
+        os.truncate(folder / "adapter_model.safetensors", 2000)
+        return pack(peft)
+
+    monkeypatch.setattr(known, "_packed", shortened)
+    with pytest.raises(RepositoryError, match="it was shortened, and ends before the end of base_model"):
+        known.load("a", folder)
 
 
 def test_requests_that_wait_for_adapters_hold_up_no_other(
