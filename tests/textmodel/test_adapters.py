@@ -536,13 +536,13 @@ def test_an_adapter_that_is_shortened_while_it_is_read_is_rejected(
 ) -> None:
     folder = Path(shutil.copytree(adapters[0], tmp_path / "adapter"))
     known = adapters_of(write_graph(base, tmp_path / "graph").logits(max_num_seqs=1, max_length=64))
-    pack = known._packed
+    pack = known.packer.pack
 
     def shortened(peft: Any) -> Any:
         os.truncate(folder / "adapter_model.safetensors", 2000)
         return pack(peft)
 
-    monkeypatch.setattr(known, "_packed", shortened)
+    monkeypatch.setattr(known.packer, "pack", shortened)
     with pytest.raises(RepositoryError, match="it was shortened, and ends before the end of base_model"):
         known.load("a", folder)
 
