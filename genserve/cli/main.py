@@ -211,7 +211,6 @@ _OTHER_NAMES = {
     "create": "export",
     "start": "serve",
     "search": "models --available",
-    "help": "--help",
 }
 _WITH_MODEL = ("chat", "remove")    # whose arguments are those of the other name
 
@@ -262,6 +261,8 @@ def _run(words: Sequence[str]) -> None:
             raise SystemExit(USAGE)
         case ["-h" | "--help", *_]:
             print(_help(), end="")
+        case ["help", *rest]:
+            _run([*rest, "--help"])
         case ["--version", *_]:
             version(VersionFlags())
         case [name, *rest] if name in COMMANDS:

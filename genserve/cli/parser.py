@@ -252,8 +252,12 @@ class CommandParser(argparse.ArgumentParser):
         flags = [word for word in words if word.startswith("-") and word not in ("-", "--")]
         if not flags:
             unexpected = " ".join(word.removeprefix(_MARK) for word in words if word != "--")
-            self.error(f"unexpected arguments: {unexpected}")
+            remedy = f"write `{self.synopsis}`, with quotes around several words that belong together"
+            raise UsageError(f"unexpected arguments: {unexpected}", remedy=remedy)
         given = flags[0].partition("=")[0]
+        arguments = {each.names[0].lower() for each in self.parameters if each.flag.is_argument}
+        if given.lstrip("-") in arguments:
+            raise UsageError(f"there is no flag {given}", remedy=f"write `{self.synopsis}`")
         known = [name for each in self.parameters if not each.flag.is_argument for name in each.names]
         # The intended flag may share only one word: --port, --http-port.
         meant = {name.removeprefix("--"): name for name in known}

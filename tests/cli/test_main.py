@@ -74,7 +74,11 @@ def test_an_error_is_printed_with_code_and_remedy_and_exits_with_1(
         ("rm m", "there is no command 'rm'", "did you mean `genserve remove m`?"),
         ("xyz", "there is no command 'xyz'", "the commands are serve, chat, generate"),
         ("pull", "NAME is missing", "see `genserve pull --help`"),
-        ("pull a b", "unexpected arguments: b", "see `genserve pull --help`"),
+        ("pull a b", "unexpected arguments: b", "write `genserve pull [OPTIONS] NAME`"),
+        ("chat m what is it", "unexpected arguments: is it", "[QUESTION]`, with quotes around several words"),
+        ("serve --model m", "there is no flag --model", "write `genserve serve [OPTIONS] [MODEL...]`"),
+        ("pull --name m", "there is no flag --name", "write `genserve pull [OPTIONS] NAME`"),
+        ("help chatt", "there is no command 'chatt'", "did you mean `genserve chat --help`?"),
     ],
 )
 def test_wrong_usage_exits_with_2_and_a_remedy(words: str, message: str, remedy: str) -> None:
@@ -84,6 +88,11 @@ def test_wrong_usage_exits_with_2_and_a_remedy(words: str, message: str, remedy:
     assert first.startswith("error[usage]: ")
     assert message in first
     assert remedy in second
+
+
+@pytest.mark.parametrize("command", [[], ["models"]])
+def test_help_is_a_command_too(command: list[str]) -> None:
+    assert invoke(["help", *command]).stdout == invoke([*command, "--help"]).stdout
 
 
 def test_without_a_command_the_help_is_shown_and_the_exit_code_is_that_of_wrong_usage() -> None:
