@@ -63,9 +63,24 @@ def write_text(console: Console, text: str) -> None:
 def print_table(table: Table) -> None:
     """Print a table in full: a narrow terminal wraps its lines, while rich would cut names."""
     console = make_console()
-    full = console.measure(table, options=console.options.update(max_width=sys.maxsize))
-    console.width = max(console.width, full.maximum)
+    console.width = max(console.width, _full_width(table, console))
     console.print(table)
+
+
+def fits_terminal(table: Table) -> bool:
+    """Return whether the lines of a table need no wrapping; outside a terminal none do."""
+    console = make_console()
+    return not console.is_terminal or _full_width(table, console) <= console.width
+
+
+def _full_width(table: Table, console: Console) -> int:
+    return console.measure(table, options=console.options.update(max_width=sys.maxsize)).maximum
+
+
+def print_prose(text: str) -> None:
+    """Print sentences, which a terminal wraps between words."""
+    console = make_console()
+    console.print(text, soft_wrap=not console.is_terminal)
 
 
 def print_json(document: object) -> None:

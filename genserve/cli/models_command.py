@@ -13,6 +13,8 @@ from genserve.store import default_repository
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from rich.table import Table
+
     from genserve.cli.flags import RemoteServer
     from genserve.cli.model_access import LocalModel
     from genserve.export import KnownEncoder, KnownModel
@@ -53,9 +55,7 @@ def models(flags: ModelsFlags) -> None:
 
 
 def _print_local(found: Sequence[LocalModel], *, repository: Path) -> None:
-    from rich.table import Table
-
-    from genserve.cli.console import print_table
+    from genserve.cli.console import print_prose, print_table
     from genserve.export import DEFAULT_MODEL
     from genserve.kernels import instruction_set
     from genserve.store import described, repository_flag
@@ -66,13 +66,13 @@ def _print_local(found: Sequence[LocalModel], *, repository: Path) -> None:
         print("`genserve models --available` lists others")
         return
     headings = ("model", "size", "precision", "top-1", "perplexity", "KL", "state")
-    table = Table(*headings, box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    rows = []
     for model in found:
         of = "" if model.base is None else f", an adapter of {model.base}"
         state = f"no weights: {', '.join(model.missing)}" if model.missing else f"ready to load{of}"
-        table.add_row(model.name, f"{model.size_bytes / 1e6:.1f} MB", *_quality_cells(model), state)
-    print_table(table)
-    print(f"\nin {described(repository)}; kernels of this machine: {instruction_set()}")
+        rows.append((model.name, f"{model.size_bytes / 1e6:.1f} MB", *_quality_cells(model), state))
+    print_table(_table(headings, rows))
+    print_prose(f"\nin {described(repository)}; kernels of this machine: {instruction_set()}")
 
 
 def _print_available(repository: Path, *, as_json: bool) -> None:
@@ -132,52 +132,52 @@ def _available_encoder(encoder: KnownEncoder, repository: Path) -> dict[str, Any
 
 
 def _print_encoder_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    from rich.table import Table
+    from genserve.cli.console import sized
 
-    from genserve.cli.console import print_table, sized
-
-    headings = ("encoder", "weights", "download", "tokens", "vector", "licence", "good for")
-    table = Table(*headings, box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for row in rows:
-        table.add_row(
-            row["name"] + (" (installed)" if row["is_installed"] else ""),
-            f"{row['parameters'] / 1e6:.0f}M",
-            sized(row["download_bytes"]),
-            str(row["max_length"]),
-            str(row["size"]),
-            row["licence"],
-            row["good_for"],
-        )
     print("\n`genserve pull NAME` brings an encoder, for /v1/embeddings:")
-    print_table(table)
+    _print_described(
+        ("encoder", "weights", "download", "tokens", "vector", "licence", "good for"),
+        [
+            (
+                row["name"] + (" (installed)" if row["is_installed"] else ""),
+                f"{row['parameters'] / 1e6:.0f}M",
+                sized(row["download_bytes"]),
+                str(row["max_length"]),
+                str(row["size"]),
+                row["licence"],
+                row["good_for"],
+            )
+            for row in rows
+        ],
+    )
 
 
 def _print_available_table(rows: Sequence[Mapping[str, Any]], speed: MachineSpeed) -> None:
-    from rich.table import Table
-
-    from genserve.cli.console import print_table, sized
+    from genserve.cli.console import print_prose, sized
     from genserve.kernels import instruction_set
     from genserve.machine import default_threads, total_memory_bytes
 
     sizes = ("weights", "download", "memory", "context", "tokens/s", "of 32")
-    table = Table("model", *sizes, "licence", "good for", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    cells = []
     for row in rows:
         millions = row["parameters"] / 1e6
-        table.add_row(
-            row["name"] + (" (installed)" if row["is_installed"] else ""),
-            f"{millions:.0f}M" if millions < 995 else f"{millions / 1e3:.1f}B",
-            sized(row["download_bytes"]),
-            sized(row["memory_bytes"]),
-            f"{row['context_length'] // 1024}k",
-            f"{row['estimated_tokens_per_s']:.0f}",
-            f"{row['estimated_tokens_per_s_of_32']:.0f}",
-            row["licence"] + (", account" if row["is_gated"] else ""),
-            row["good_for"],
+        cells.append(
+            (
+                row["name"] + (" (installed)" if row["is_installed"] else ""),
+                f"{millions:.0f}M" if millions < 995 else f"{millions / 1e3:.1f}B",
+                sized(row["download_bytes"]),
+                sized(row["memory_bytes"]),
+                f"{row['context_length'] // 1024}k",
+                f"{row['estimated_tokens_per_s']:.0f}",
+                f"{row['estimated_tokens_per_s_of_32']:.0f}",
+                row["licence"] + (", account" if row["is_gated"] else ""),
+                row["good_for"],
+            )
         )
-    print_table(table)
+    _print_described(("model", *sizes, "licence", "good for"), cells)
     total = total_memory_bytes()
     here = f", of {sized(total)} here" if total else ""
-    print(
+    print_prose(
         "\n`genserve chat NAME` downloads one, and tells its size first.\n"
         "tokens/s: estimates for one answer and for 32 at once, from products measured just now: "
         f"{speed.bytes_per_s / 1e9:.0f} GB/s and {speed.operations_per_s / 1e9:.0f} GOP/s, "
@@ -187,6 +187,29 @@ def _print_available_table(rows: Sequence[Mapping[str, Any]], speed: MachineSpee
         f"Run by us with its own weights: {', '.join(row['name'] for row in rows if row['was_run'])}. Of the "
         "others the architecture is tested, with random weights."
     )
+
+
+def _print_described(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table; on a terminal that is narrower, the last two columns are sentences below the others."""
+    from genserve.cli.console import fits_terminal, print_prose, print_table
+
+    table = _table(headings, rows)
+    if fits_terminal(table):
+        print_table(table)
+        return
+    print_table(_table(headings[:-2], [row[:-2] for row in rows]))
+    print()
+    for name, *_, licence, good_for in rows:
+        print_prose(f"{name}: {good_for}. {licence}.")
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    from rich.table import Table
+
+    table = Table(*headings, box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _quality_cells(model: LocalModel) -> tuple[str, str, str, str]:

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from genserve.export import KNOWN_MODELS
 from genserve.kernels import instruction_set
@@ -104,3 +107,15 @@ def test_available_models_are_listed_with_sizes_and_estimates(tmp_path: Path) ->
     encoders = [(row["name"], row["size"], row["is_installed"]) for row in document["encoders"]]
     assert encoders == [("all-minilm-l6-v2", 384, False)]
     assert lines[-1].split()[0] == "all-minilm-l6-v2"
+
+
+def test_available_models_fit_into_a_terminal_of_80_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "80"}.items():
+        monkeypatch.setenv(name, value)
+    shown = invoke(["models", "--available", "--model-repository", str(tmp_path)]).stdout
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines()
+    assert [line for line in lines if len(line.rstrip()) > 80] == []
+    assert " ".join(lines[0].split()) == "model weights download memory context tokens/s of 32"
+    assert "qwen3-0.6b: a first useful chat; tools, reasoning, many languages. Apache-2.0." in lines
