@@ -230,6 +230,11 @@ def _trace(part: os.DirEntry[str], *, name: str) -> tuple[str, int, int]:
 
 
 def _model_folders(root: Path) -> list[Path]:
+    if root.exists() and not root.is_dir():
+        raise RepositoryError(
+            f"{described(root)} is a file, not a repository of models",
+            remedy="name the folder that contains the folders of the models",
+        )
     if not root.is_dir():
         missing = "model in" if root == default_repository() else "model repository at"
         raise RepositoryError(

@@ -205,3 +205,9 @@ def test_a_changed_link_changes_the_fingerprint(linked: Path, model: Path):
 def test_the_name_of_a_config_must_not_be_a_path(tmp_path: Path, name: str):
     with pytest.raises(RepositoryError, match=re.escape(repr(name))):
         scan([tmp_path], config_name=name)
+
+
+def test_a_file_in_place_of_a_repository_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").touch()
+    with pytest.raises(RepositoryError, match=r"model\.onnx is a file, not a repository of models"):
+        scan([tmp_path / "model.onnx"])
