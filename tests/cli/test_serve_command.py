@@ -62,6 +62,7 @@ def test_flags_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest
         result = invoke(["serve"])
     assert result.exit_code == 1
     assert f"cannot listen on {address}" in result.error
+    assert "--http-port, and for a second server with --grpc-port and --metrics-port too" in result.error
 
 
 def settings_of(monkeypatch: pytest.MonkeyPatch, *words: str) -> ServerSettings:

@@ -115,7 +115,8 @@ def open_http_port(settings: ServerSettings) -> socket.socket:
             # Python's message repeats the address.
             f"cannot listen on {address_of(settings.host, settings.http_port)}: "
             f"{str(error.strerror).partition(' (while ')[0]}",
-            remedy="choose another port with --http-port; 0 takes a free one"
+            remedy="choose another port with --http-port, and for a second server with --grpc-port and "
+            "--metrics-port too; 0 takes a free one"
             if is_taken
             else "choose an address of this machine with --host: 127.0.0.1, ::1, or 0.0.0.0 for all",
         ) from error
