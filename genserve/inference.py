@@ -11,7 +11,7 @@ from enum import IntFlag
 from typing import Protocol, TypeAlias
 
 from genserve.errors import Closed, GenserveError, InferenceError, Status
-from genserve.request_context import NO_KEY, KeyShare, current_share
+from genserve.request_context import NO_KEY, KeyShare, current_request
 from genserve.tensor import Tensor
 from genserve.tracing import Span
 
@@ -181,7 +181,7 @@ class Inference:
     states: dict[str, Tensor] | None = None
     reschedule: bool = False
     span: Span | None = None
-    share: KeyShare = field(default_factory=current_share)
+    share: KeyShare = field(default_factory=lambda: current_request().key)
     started_ns: int = 0
     num_responses: int = 0
     error: GenserveError | None = None

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 
-from genserve.request_context import CURRENT_REQUEST
+from genserve.request_context import current_request
 
 # The logger of requests that change the server; see `access_log`.
 AUDIT = "genserve.audit"
@@ -158,5 +158,4 @@ def _request_id(record: logging.LogRecord) -> str:
     known: str | None = getattr(record, "request_id", None)
     if known is not None:
         return known
-    request = CURRENT_REQUEST.get()
-    return "" if request is None else request.id
+    return current_request().id

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from genserve.errors import InvalidRequest
 from genserve.log import FloodFilter, LineFormatter, escaped, quoted
-from genserve.request_context import CURRENT_REQUEST, RequestContext, fail_request
+from genserve.request_context import CURRENT_REQUEST, RequestContext, current_request
 
 
 def record(message: str, *arguments: object, **more: Any) -> logging.LogRecord:
@@ -91,14 +91,14 @@ def test_lines_begin_with_their_request_id() -> None:
     try:
         assert LineFormatter("default").format(record("x")).endswith("genserve.x: [mine-1] x")
         error = InvalidRequest("no")
-        fail_request(error)
+        current_request().fail(error)
         current = CURRENT_REQUEST.get()
         assert current is not None
         assert current.error is error
     finally:
         CURRENT_REQUEST.reset(token)
     assert LineFormatter("default").format(record("x")).endswith("genserve.x: x")
-    fail_request(InvalidRequest("nobody's"))
+    current_request().fail(InvalidRequest("nobody's"))
 
 
 class Tensor:

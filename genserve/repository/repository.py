@@ -19,7 +19,7 @@ from genserve.repository.model_versions import ModelState
 from genserve.repository.on_demand import ModelUse, OnDemandModels
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.served_models import ServedModels, not_found
-from genserve.request_context import record_change
+from genserve.request_context import current_request
 from genserve.textmodel.text_model import TextModel
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Repository(ServedModels):
         allow_code: bool = True,
     ) -> None:
         """See `ServedModels.load`. Raises InferenceError."""
-        record_change(", ".join([*(["config"] if config else []), *(files or ())]))
+        current_request().change = ", ".join([*(["config"] if config else []), *(files or ())])
         if self.on_demand is not None:
             if config or files:
                 raise _only_from_folders()
@@ -93,7 +93,7 @@ class Repository(ServedModels):
 
     def unload(self, name: str, *, dependents: bool = False) -> None:
         """See `ServedModels.unload`. Raises InferenceError."""
-        record_change("with its dependents" if dependents else "")
+        current_request().change = "with its dependents" if dependents else ""
         if self.on_demand is not None:
             self.on_demand.release(name)
             return

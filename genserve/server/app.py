@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from genserve.errors import GenserveError
 from genserve.redaction import keep_routes
-from genserve.request_context import CURRENT_REQUEST
+from genserve.request_context import current_request
 from genserve.server.dialects import rerank, router_protocol, systemone, tgi, tokenize
 from genserve.server.dialects.anthropic import messages
 from genserve.server.dialects.gemini import routes as gemini
@@ -113,15 +113,14 @@ class _App(FastAPI):
         async def send_counted(message: Message) -> None:
             # Before its client has the end of the answer, and may send the next request.
             if message["type"] == "http.response.body" and not message.get("more_body"):
-                self._keys.end_current()
+                self._keys.end(current_request())
             await send(message)
 
         try:
             await app(scope, receive, send_counted if self._keys.has_keys else send)
         finally:
-            self._keys.end_current()
-            if (request := CURRENT_REQUEST.get()) is not None:
-                request.end_uses()
+            self._keys.end(current_request())
+            current_request().end_uses()
 
     def _route(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         is_of_kserve = scope["type"] == "http" and is_kserve(scope["path"])

@@ -45,7 +45,7 @@ from genserve.errors import (
     validation_message,
 )
 from genserve.redaction import redacted_error
-from genserve.request_context import CURRENT_REQUEST, fail_request
+from genserve.request_context import current_request
 from genserve.server.http.connection_errors import (
     BodyTooLarge,
     HeadTooLarge,
@@ -330,7 +330,7 @@ TGI_ERRORS = ErrorFormat(tgi_error, lambda error: _statuses(error).tgi)
 
 def error_response(error: GenserveError, written: ErrorFormat) -> Response:
     """Return the response to a failed request in a dialect's format, and note the error for the log."""
-    fail_request(error)
+    current_request().fail(error)
     status = written.status(error)
     headers = error_headers(error)
     if status == 503 and not headers:
@@ -379,9 +379,8 @@ class ErrorResponses:
 
     def response(self, scope: Scope, error: GenserveError) -> Response:
         """Return the response to a request that failed, and note the error and its field for the log."""
-        request = CURRENT_REQUEST.get()
-        if request is not None and error.field and isinstance(error, InvalidRequest):
-            request.field = _own_part(error.field, _body_of(scope))
+        if error.field and isinstance(error, InvalidRequest):
+            current_request().field = _own_part(error.field, _body_of(scope))
         return error_response(error, self.format_of(scope))
 
     def unexpected(self, scope: Scope, error: Exception) -> Response:

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.types import Receive, Scope, Send
 
 from genserve.errors import Closed, ModelNotFound, ModelNotReady, Overloaded
-from genserve.request_context import CURRENT_REQUEST, DEFAULT_LEVELS, LogLevels, current_share
+from genserve.request_context import DEFAULT_LEVELS, LogLevels, current_request
 from genserve.server.access.access_control import ANY_KEY, PROBE, Rights
 from genserve.server.error_responses import TGI_ERRORS, ErrorFormat, invalid_field
 from genserve.server.http.connection_errors import raise_connection_error
@@ -73,8 +73,7 @@ def admit(services: Services, scope: Scope, route: RouteRules) -> None:
     The body has not been read. For the errors see `AccessControl.admit`, `raise_connection_error`.
     """
     raise_connection_error(scope, is_probe=route.rights is PROBE)
-    request = CURRENT_REQUEST.get()
-    assert request is not None
+    request = current_request()
     request.levels = route.levels
     services.access.admit(
         request, method=scope["method"], headers=scope["headers"], rights=route.rights
@@ -221,11 +220,10 @@ def _reject_if_full(services: Services, fields: dict[str, Any]) -> None:
         return
     with suppress(Closed, ModelNotFound, ModelNotReady):    # the rest of the request may be wrong, too
         model = services.repository.text_model(name)
-        request = CURRENT_REQUEST.get()
+        request = current_request()
         try:
-            model.engine.reserve(1, share=current_share()).release()
+            model.engine.reserve(1, share=request.key).release()
         except Overloaded:
-            if request is not None:
-                request.model = model.name
-                request.operation = "text_completion" if fields.keys() & {"prompt", "inputs"} else "chat"
+            request.model = model.name
+            request.operation = "text_completion" if fields.keys() & {"prompt", "inputs"} else "chat"
             raise

@@ -13,7 +13,7 @@ from genserve.engine.generation_request import GenerationRequest
 from genserve.engine.text_engine import TextEngine
 from genserve.errors import InvalidRequest, ModelFailed
 from genserve.prompt import Chat, Prompt, Reasoning
-from genserve.request_context import CURRENT_REQUEST, current_share
+from genserve.request_context import current_request
 from genserve.sampling.defaults import with_model_defaults
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.text.tokenizer import Tokenizer, TooManyTokens
@@ -80,11 +80,11 @@ class InputProcessor:
         params = _clamped(params, room=max_length - len(token_ids))
         self._builder.param_tokens.check(params)
         is_cut = len(token_ids) < len(whole) and params.truncation_side == "right"
-        context = CURRENT_REQUEST.get()
+        context = current_request()
         return GenerationRequest(
-            id="" if context is None else context.id,
+            id=context.id,
             model=self._name,
-            share=current_share(),
+            share=context.key,
             prompt=prompt,
             prompt_token_ids=tuple(token_ids),
             params=params,

@@ -17,7 +17,7 @@ from genserve.engine.text_engine import TextEngine
 from genserve.errors import Closed, GenserveError, InferenceError, InvalidRequest, Status
 from genserve.inference import Inference, InferenceResponse, Parameter
 from genserve.inference_statistics import ModelStatistics
-from genserve.request_context import CURRENT_REQUEST
+from genserve.request_context import current_request
 from genserve.sampling.sampling_params import (
     PARAMETERS,
     TRITON_TENSORS,
@@ -84,9 +84,7 @@ class TextInference:
             Closed: after `close`.
         """
         inference.inputs = {self._names.get(name, name): tensor for name, tensor in inference.inputs.items()}
-        request = CURRENT_REQUEST.get()
-        if request is not None:
-            request.operation = "text_completion"
+        current_request().operation = "text_completion"
         reservation = self.text_model.engine.reserve(inference.batch_size, share=inference.share)
         inference.when_cancelled(reservation.release)
         try:
@@ -133,9 +131,8 @@ class TextInference:
         )
         inference.when_ended(self._statistics.executed_alone)
         answer.submit(reservation)
-        if request := CURRENT_REQUEST.get():
-            request.answers = answer.records
-            request.streams = bool(streaming)
+        context = current_request()
+        context.answers, context.streams = answer.records, bool(streaming)
         inference.when_cancelled(answer.cancel)
 
 

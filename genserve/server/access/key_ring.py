@@ -18,7 +18,7 @@ from typing import Any
 
 from genserve.client_credentials import require_header_value
 from genserve.errors import ControlForbidden, GenserveError, Unauthenticated, suggestion
-from genserve.request_context import CURRENT_REQUEST, KeyShare, RequestContext
+from genserve.request_context import KeyShare, RequestContext
 from genserve.server.access.key_usage import KeyLimits, KeyUsage
 from genserve.settings import ServerSettings
 
@@ -134,12 +134,6 @@ class KeyRing:
             usage = self.usages[key.name] = KeyUsage(key.limits, clock=time.monotonic)
         usage.change(key.limits)
         usage.admit(request)
-
-    def end_current(self) -> None:
-        """End the current request; see `end`."""
-        request = CURRENT_REQUEST.get()
-        if request is not None:
-            self.end(request)
 
     def end(self, request: RequestContext) -> None:
         """Count the tokens of a request; does nothing for one that is not counted."""

@@ -24,7 +24,7 @@ from genserve.engine.generation_request import GenerationRequest
 from genserve.engine.input_queue import Reservation
 from genserve.errors import Closed, InvalidRequest
 from genserve.prompt import Chat, Prompt, Reasoning
-from genserve.request_context import CURRENT_REQUEST, NO_KEY, RequestContext
+from genserve.request_context import NO_KEY, RequestContext, current_request
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.server.error_responses import named_as, renamed
 from genserve.server.http.offload import answer_cost, offload_if_large
@@ -197,10 +197,10 @@ async def handle_generation(
 
 def _log_request(model_name: str | None, prompts: Sequence[Prompt]) -> RequestContext:
     """Give the current request its model and its operation, and return it."""
-    logged = CURRENT_REQUEST.get() or RequestContext(id="")
-    logged.model = model_name or ""
-    logged.operation = "chat" if isinstance(prompts[0], Chat) else "text_completion"
-    return logged
+    context = current_request()
+    context.model = model_name or ""
+    context.operation = "chat" if isinstance(prompts[0], Chat) else "text_completion"
+    return context
 
 
 async def answer_when_loaded(
@@ -229,8 +229,7 @@ async def answer_when_loaded(
         ClientLeft: the client has disconnected; others that wait still get the model.
         GenserveError: see `Services.text_model`, and `answer` may fail.
     """
-    if logged := CURRENT_REQUEST.get():
-        logged.model = model_name or ""  # the line of a model that does not exist has its name, too
+    current_request().model = model_name or ""  # the line of a model that does not exist has its name, too
     if services.repository.on_demand is None:
         return await answer(services.repository.text_model(model_name))
     loading = asyncio.ensure_future(services.text_model(model_name, keep_alive_s=keep_alive_s))
@@ -263,8 +262,7 @@ async def _generated(
     response: Response
     if body.stream:
         submitted = await while_connected(submitting, request.receive)
-        if logged := CURRENT_REQUEST.get():
-            logged.streams = True
+        current_request().streams = True
         response = stream_response(submitted.stream, frames(submitted, body))
         await response.begin(request.receive)
     else:
@@ -275,8 +273,7 @@ async def _generated(
     names = [name for name in body.ignored(submitted) if name.isascii() and name.isprintable()]
     if names:
         response.headers["x-genserve-ignored"] = ",".join(names)[:_MAX_HEADER_CHARS]
-        if logged := CURRENT_REQUEST.get():
-            logged.left_out = ",".join(name for name in names if "=" in name)
+        current_request().left_out = ",".join(name for name in names if "=" in name)
     if clamped := ",".join(_clamped(body, params, submitted)):
         response.headers["x-genserve-clamped"] = clamped[:_MAX_HEADER_CHARS]
     if any(submitted.num_truncated):

@@ -25,7 +25,7 @@ from genserve.engine.generation_request import AnswerRecord, GenerationRequest
 from genserve.engine.input_queue import Reservation
 from genserve.errors import Closed, InvalidRequest, require
 from genserve.prompt import inside
-from genserve.request_context import CURRENT_REQUEST, current_share
+from genserve.request_context import current_request
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.server.access.access_control import INFERENCE
 from genserve.server.dialects.generation_handler import AnswerResponse, answer_when_loaded
@@ -168,10 +168,10 @@ async def _read(
     """
     services.check_running()
     model = services.repository.text_model(body.model)
-    if logged := CURRENT_REQUEST.get():
-        logged.model, logged.operation = model.name, "chat"
+    context = current_request()
+    context.model, context.operation = model.name, "chat"
     try:
-        with model.engine.reserve(1, priority=params.priority, share=current_share()) as reservation:
+        with model.engine.reserve(1, priority=params.priority, share=context.key) as reservation:
             preparing = partial(_prepared, model, body, questions, params, reservation=reservation)
             reads, temperatures = await asyncio.wrap_future(model.run_soon(preparing, compiles=False))
             requests = [request for read in reads.values() for request in read.requests.values()]
@@ -236,8 +236,8 @@ async def _next_logprobs(
     except BaseException:  # the client has left, and the thread may still submit the requests
         close_when_open(opening)
         raise
-    if logged := CURRENT_REQUEST.get():
-        logged.answers = [*logged.answers, *stream.answers]
+    context = current_request()
+    context.answers = [*context.answers, *stream.answers]
     async with stream:
         deltas = [delta for some in [deltas async for deltas in stream] for delta in some]
     found = {requests[delta.choice]: delta.top_logprobs[0] for delta in deltas if delta.top_logprobs}

@@ -31,7 +31,7 @@ from genserve.errors import (
 )
 from genserve.inference import Inference, InferenceRequest, InferenceResponse
 from genserve.repository.encoder_model import EncoderModel
-from genserve.request_context import CURRENT_REQUEST
+from genserve.request_context import current_request
 from genserve.sampling.logits_array import FloatArray
 from genserve.server.dialects.generation_handler import AnswerResponse
 from genserve.server.error_responses import renamed
@@ -147,8 +147,8 @@ async def encode(
         raise InvalidRequest(f"{field} has {len(texts):,} texts", field=field, remedy=remedy)
     if dimensions is not None and model.size > 0:  # before the work
         _check_dimensions(dimensions, size=model.size)
-    if (logged := CURRENT_REQUEST.get()) is not None:
-        logged.model, logged.operation = model.name, "embeddings"
+    context = current_request()
+    context.model, context.operation = model.name, "embeddings"
     running: set[Inference] = set()
     try:
         encoded = await while_connected(
@@ -174,9 +174,8 @@ async def _encode(
 ) -> Encoded:
     tokens = await _tokenized(model, texts, services, truncate=truncate, field=field, running=running)
     num_tokens = tuple(one[ATTENTION_MASK].shape[1] for one in tokens)
-    if (logged := CURRENT_REQUEST.get()) is not None:
-        answers = [EncodedAnswer(num_prompt_tokens=count) for count in num_tokens]
-        logged.answers = [*logged.answers, *answers]
+    context = current_request()
+    context.answers = [*context.answers, *(EncodedAnswer(num_prompt_tokens=count) for count in num_tokens)]
     free = asyncio.Semaphore(_BATCHES_AHEAD * model.batch_size)
 
     async def encode_one(one: Tokens) -> NDArray[Any]:

@@ -17,7 +17,7 @@ from typing_extensions import override
 from genserve.completion import Delta, PromptProgress
 from genserve.engine.delta_streams import AsyncDeltaStream
 from genserve.errors import GenserveError
-from genserve.request_context import fail_request
+from genserve.request_context import current_request
 from genserve.server.http.offload import answer_cost, offload_if_large
 
 # sse-starlette would end every stream at the first SIGTERM, but streams may finish during the drain.
@@ -231,7 +231,7 @@ async def _events(
             if chunk := start + written:
                 yield chunk
     except GenserveError as error:
-        fail_request(error)
+        current_request().fail(error)
         start = b"" if begun else frames.start(num_cached_tokens=0)
         yield start + frames.error(error)
     if last := frames.end():

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import InferenceRequest, InferenceServer, Parameter
-from genserve.request_context import fail_request
+from genserve.request_context import current_request
 from genserve.server.error_responses import error_headers, kserve_error, kserve_status
 from genserve.server.http.connection_errors import raise_connection_error
 from genserve.server.http.offload import offload_if_large
@@ -222,7 +222,7 @@ def message_response(
 
 def error_response(error: GenserveError, *, headers: Sequence[tuple[bytes, bytes]] = ()) -> KServeResponse:
     """Return the response for an error, and note the error for the log."""
-    fail_request(error)
+    current_request().fail(error)
     body = orjson.dumps(kserve_error(error))
     return KServeResponse(body, status_code=kserve_status(error), headers=[*headers, *header_lines(error)])
 

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from genserve.errors import GenserveError, InferenceError, Overloaded, Status
 from genserve.inference import Inference, InferenceResponse
 from genserve.repository.model_versions import ModelVersion
-from genserve.request_context import fail_request
+from genserve.request_context import current_request
 from genserve.server.error_responses import as_genserve_error, kserve_error, kserve_status
 from genserve.server.http.offload import COST_PER_OBJECT_BYTE, offload_if_large, write_cost
 from genserve.server.http.sse_response import PING, PING_S
@@ -265,7 +265,7 @@ async def _start_generate(call: KServeCall, body: memoryview) -> WatchedInferenc
 
 
 def _error_event(error: GenserveError) -> bytes:
-    fail_request(error)
+    current_request().fail(error)
     return event_of(orjson.dumps(kserve_error(error)))
 
 
@@ -277,7 +277,7 @@ async def _write(response: InferenceResponse, inference: Inference) -> tuple[byt
     except Exception as raised:
         doing = f"writing a response of model '{inference.request.model_name}'"
         error = as_genserve_error(raised, doing=doing)
-        fail_request(error)
+        current_request().fail(error)
         return orjson.dumps(kserve_error(error)), error
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from genserve.errors import InferenceError, Status
-from genserve.request_context import record_change
+from genserve.request_context import current_request
 from genserve.tensor import Tensor
 
 _RESERVED = "triton_python_backend_shm_region_"     # belongs to a Triton on the same machine
@@ -120,7 +120,7 @@ class SharedMemory:
             InferenceError: UNSUPPORTED, regions are disabled; ALREADY_EXISTS, the name is taken;
                 INVALID_ARG, there is no such object, or it is too small.
         """
-        record_change(f"region {name} is {byte_size} bytes of {key}")
+        current_request().change = f"region {name} is {byte_size} bytes of {key}"
         self.require_enabled()
         with self._lock:
             if name in self._regions:
@@ -137,7 +137,7 @@ class SharedMemory:
         Raises:
             InferenceError: UNSUPPORTED, regions are disabled.
         """
-        record_change(f"region {name}" if name else "all regions")
+        current_request().change = f"region {name}" if name else "all regions"
         self.require_enabled()
         with self._lock:
             if name:

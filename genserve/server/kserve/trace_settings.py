@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from genserve.errors import GenserveError, InferenceError, Status
-from genserve.request_context import record_change
+from genserve.request_context import current_request
 from genserve.server.kserve.triton_parsing import leading_number
 from genserve.tracing import Trace, TraceFile
 
@@ -101,7 +101,7 @@ class TraceSettings:
             del known["trace_level"]
         if not known:   # as clients of gRPC read the settings
             return self.values(model)
-        record_change(", ".join(f"{name}={value}" for name, value in known.items()))
+        current_request().change = ", ".join(f"{name}={value}" for name, value in known.items())
         with self._lock:
             own = self._models.get(model, {}) if model else self._server
             changed = {name: value for name, value in {**own, **known}.items() if value is not None}

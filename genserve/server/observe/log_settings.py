@@ -10,7 +10,7 @@ from typing import Any
 
 from genserve.errors import GenserveError, InferenceError, Status
 from genserve.log import AUDIT, LOG_FORMATS, FloodFilter, LineFormatter
-from genserve.request_context import record_change
+from genserve.request_context import current_request
 from genserve.server.observe.log_writer import open_log
 from genserve.settings import ServerSettings
 
@@ -92,7 +92,7 @@ class LogSettings:
                 remedy=f"one of: {', '.join(LOG_FORMATS)}",
             )
         known = {name: value for name, value in changes.items() if name in self._values}
-        record_change(", ".join(f"{name}={value}" for name, value in known.items()))
+        current_request().change = ", ".join(f"{name}={value}" for name, value in known.items())
         with self._lock:
             self._values |= known
             self._apply()

@@ -24,7 +24,7 @@ from genserve.completion import (
 from genserve.errors import ContextLengthExceeded, GenserveError
 from genserve.prompt import Chat
 from genserve.redaction import redacted_error
-from genserve.request_context import CURRENT_REQUEST
+from genserve.request_context import current_request
 from genserve.sampling.sampling_params import SamplingParams, unused_parameters
 from genserve.server.access.access_control import INFERENCE
 from genserve.server.dialects.anthropic.messages_body import MessagesBody, PromptFields
@@ -70,13 +70,12 @@ def anthropic_error(error: GenserveError) -> dict[str, Any]:
     if isinstance(error, ContextLengthExceeded) and error.num_tokens is not None:
         # Exactly Anthropic's words: Claude Code reads the numbers out of them, and compacts its chat.
         message = f"prompt is too long: {error.num_tokens} tokens > {error.max_length} maximum"
-    logged = CURRENT_REQUEST.get()
     kind = _ERROR_TYPES.get(http_status(error), "api_error")
     remedy = {"remedy": error.remedy} if error.remedy else {}
     return {
         "type": "error",
         "error": {"type": kind, "message": message, **remedy},
-        "request_id": logged.id if logged else None,
+        "request_id": current_request().id or None,
     }
 
 
@@ -96,8 +95,7 @@ async def messages(body: MessagesBody, services: SharedServices, request: Reques
         stream_response=_MessageStream,
         ping=_PING,
     )
-    if logged := CURRENT_REQUEST.get():
-        response.headers["request-id"] = logged.id  # Anthropic's name of it
+    response.headers["request-id"] = current_request().id  # Anthropic's name of it
     return response
 
 

@@ -14,7 +14,7 @@ from fastapi.responses import Response
 
 from genserve.errors import InferenceError, InvalidRequest, RepositoryError, Status
 from genserve.repository.options import ControlMode
-from genserve.request_context import record_change
+from genserve.request_context import current_request
 from genserve.server.access.access_control import METADATA, Rights
 from genserve.server.dialects.ollama.routes import OLLAMA_ERRORS
 from genserve.server.route import Route, Router, rules
@@ -65,7 +65,7 @@ async def upload_blob(digest: str, services: SharedServices, request: Request) -
     """Store a file for `/api/create`."""
     require_changes(services)
     path = blob_path(services, digest)
-    record_change(f"upload {digest}")
+    current_request().change = f"upload {digest}"
     try:
         await _store(path, request)
     except OSError as error:

@@ -29,7 +29,7 @@ from genserve.repository.model_files import (
     require_new_name,
 )
 from genserve.repository.options import ControlMode
-from genserve.request_context import fail_request, record_change
+from genserve.request_context import current_request
 from genserve.sampling.defaults import default_sampling_params
 from genserve.server.dialects.ollama.blobs import (
     CHANGE,
@@ -103,7 +103,7 @@ class CopyBody(TolerantBody):
 async def pull(body: ModelFields, services: SharedServices, request: Request) -> Response:
     """Download a model by a short name or as ORG/NAME, in lines of progress; one that is there stays."""
     name = _given(body)
-    record_change(f"pull {name}")
+    current_request().change = f"pull {name}"
     if local_name(services, name) in services.repository.lifecycle.entries:
         return await _answer(body, _nothing(), request)
     if services.repository.options.control_mode is ControlMode.NONE:
@@ -116,7 +116,7 @@ async def pull(body: ModelFields, services: SharedServices, request: Request) ->
 async def create(body: CreateBody, services: SharedServices, request: Request) -> Response:
     """Make a model of uploaded files, or of another model, in lines of progress."""
     name = _target(services, _given(body))
-    record_change(f"create {name}")
+    current_request().change = f"create {name}"
     require_changes(services)
     _check_create(body)
     if body.template:
@@ -131,7 +131,7 @@ async def create(body: CreateBody, services: SharedServices, request: Request) -
 async def copy(body: CopyBody, services: SharedServices) -> Response:
     """Copy a model; both share the data of their weights."""
     source, destination = local_name(services, body.source), _target(services, body.destination)
-    record_change(f"copy {source} to {destination}")
+    current_request().change = f"copy {source} to {destination}"
     require_changes(services)
     await asyncio.to_thread(_copy, services, source, destination)
     return Response()
@@ -142,7 +142,7 @@ async def copy(body: CopyBody, services: SharedServices) -> Response:
 async def delete(body: ModelFields, services: SharedServices) -> Response:
     """Delete a model with its stages; requests that it answers go on."""
     name = local_name(services, _given(body))
-    record_change(f"delete {name}")
+    current_request().change = f"delete {name}"
     require_changes(services)
     await asyncio.to_thread(_delete, services, name)
     return Response()
@@ -379,7 +379,7 @@ async def _written(lines: _Progress) -> AsyncGenerator[str, None]:
                 yield f"{json.dumps(line)}\n"
     except Exception as error:
         failed = as_genserve_error(error, doing="a change of models")
-        fail_request(failed)
+        current_request().fail(failed)
         yield f"{json.dumps(ollama_error(failed))}\n"
     else:
         yield '{"status": "success"}\n'

@@ -39,7 +39,7 @@ from genserve.redaction import redacted_error
 from genserve.repository.on_demand import LoadedModel
 from genserve.repository.served_models import ListedEncoder, ListedModel, not_found
 from genserve.repository.text_stages import TextStages
-from genserve.request_context import CURRENT_REQUEST
+from genserve.request_context import current_request
 from genserve.sampling.sampling_params import SamplingParams, unused_parameters
 from genserve.server.access.access_control import INFERENCE, METADATA
 from genserve.server.dialects.generation_handler import (
@@ -526,15 +526,15 @@ def _ending(submitted: SubmittedRequest, part: Delta | Completion) -> str:
     stopped = ""
     if reason == "length" and part.stop_reason is not None:
         stopped = f',"stop_reason":{json.dumps(part.stop_reason)}'
-    logged, timings = CURRENT_REQUEST.get(), usage.timings
-    total_s = 0.0 if logged is None else time.monotonic() - logged.started_s
+    request, timings = current_request(), usage.timings
+    total_s = time.monotonic() - request.started_s
     if timings is None:
-        first_token_s = min((logged and logged.first_token_s()) or 0.0, total_s)
+        first_token_s = min(request.first_token_s() or 0.0, total_s)
         timings = Timings(queue_s=0.0, prefill_s=first_token_s, decode_s=total_s - first_token_s)
     measured = {
         "total_duration": round(total_s * 1e9),
         # A loaded model may be busy.
-        "load_duration": round(((logged.load_s if logged else 0.0) + timings.queue_s) * 1e9),
+        "load_duration": round((request.load_s + timings.queue_s) * 1e9),
         "prompt_eval_count": usage.prompt_tokens,
         "prompt_eval_duration": round(timings.prefill_s * 1e9),
         "eval_count": usage.completion_tokens,

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from genserve.errors import InferenceError, InvalidRequest, ModelNotFound, ModelNotReady, Status
 from genserve.repository.served_models import ServedModels
-from genserve.request_context import record_change
+from genserve.request_context import current_request
 from genserve.server.access.access_control import Rights
 from genserve.server.error_responses import OPENAI_ERRORS
 from genserve.server.http.offload import run_for_long
@@ -48,7 +48,7 @@ class UnloadAdapterBody(TolerantBody):
 @rules(_CHANGE)
 async def load_lora_adapter(body: LoadAdapterBody, services: SharedServices) -> PlainTextResponse:
     """Load an adapter, which stays until it is unloaded or the server stops."""
-    record_change(f"adapter {body.lora_name}")
+    current_request().change = f"adapter {body.lora_name}"
     repository = services.repository
     served = repository.table.get(body.lora_name)
     if served is not None and not (body.load_inplace and served.config.base_model):
@@ -67,7 +67,7 @@ async def load_lora_adapter(body: LoadAdapterBody, services: SharedServices) -> 
 @rules(_CHANGE)
 async def unload_lora_adapter(body: UnloadAdapterBody, services: SharedServices) -> PlainTextResponse:
     """Unload an adapter; requests that it answers go on."""
-    record_change(f"adapter {body.lora_name}")
+    current_request().change = f"adapter {body.lora_name}"
     served = services.repository.table.get(body.lora_name)
     if served is None or served.config.base_model is None:
         known = ", ".join(model.name for model in services.repository.adapter_models) or "none"

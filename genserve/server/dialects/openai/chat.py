@@ -18,7 +18,7 @@ from genserve.errors import InvalidRequest
 from genserve.prompt import Message
 from genserve.repository.on_demand import LoadedModel
 from genserve.repository.served_models import ListedEncoder, ListedModel
-from genserve.request_context import CURRENT_REQUEST
+from genserve.request_context import current_request
 from genserve.sampling.defaults import chat_sampling_params
 from genserve.server.access.access_control import INFERENCE, METADATA
 from genserve.server.access.key_usage import KeyTotals
@@ -69,8 +69,7 @@ async def control_answer(body: ControlBody, services: SharedServices) -> dict[st
 
     Reasoning that has not begun ends as soon as it does. An answer without reasoning goes on as it is.
     """
-    asking = CURRENT_REQUEST.get()
-    stream = services.answers.find(body.id, key=asking.key.name if asking else "")
+    stream = services.answers.find(body.id, key=current_request().key.name)
     request = stream.requests[0]
     if not services.repository.text_model(request.model).builder.reasoning.can_end(request.params):
         return {"success": False, "message": "the answer has no reasoning that can be ended"}
@@ -107,14 +106,14 @@ async def model(name: str, services: SharedServices) -> dict[str, Any]:
 @rules(METADATA)
 async def usage(services: SharedServices) -> dict[str, Any]:
     """Say what the API key of the request has used since the server started."""
-    request = CURRENT_REQUEST.get()
-    if request is None or not request.key.name:
+    key = current_request().key
+    if not key.name:
         raise InvalidRequest(
             "the request has no API key whose usage is counted", remedy="GET /metrics counts all requests"
         )
-    used = services.keys.usages.get(request.key.name)
+    used = services.keys.usages.get(key.name)
     totals = KeyTotals() if used is None else used.totals()
-    return {"object": "usage", "key": request.key.name, "weight": request.key.weight, **totals._asdict()}
+    return {"object": "usage", "key": key.name, "weight": key.weight, **totals._asdict()}
 
 
 class _ChatFrames(OpenAIFrames):

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 
 from genserve.completion import Delta, FinishReason, PromptProgress, Usage
 from genserve.errors import GenserveError, InvalidRequest, Overloaded
-from genserve.request_context import current_share
+from genserve.request_context import current_request
 from genserve.server.access.access_control import INFERENCE
 from genserve.server.dialects.generation_handler import SubmittedRequest, handle_generation
 from genserve.server.dialects.logprob_formats import content_scores
@@ -46,7 +46,7 @@ async def create_response(
 ) -> Response:
     """Answer the items of a conversation, whole or as server-sent events."""
     max_bytes = services.settings.max_body_bytes
-    generation = ResponseRequest(body=body, store=store, max_bytes=max_bytes, key=current_share().name)
+    generation = ResponseRequest(body=body, store=store, max_bytes=max_bytes, key=current_request().key.name)
     return await handle_generation(generation, services, request, frames=_ResponseFrames, answer=_answer)
 
 
@@ -62,14 +62,14 @@ async def retrieve_response(
     if stream:
         message = "stream is not supported for a stored response"
         raise InvalidRequest(message, field="stream", remedy="leave it out")
-    return _json(store.get(response_id, key=current_share().name).body)
+    return _json(store.get(response_id, key=current_request().key.name).body)
 
 
 @router.delete("/responses/{response_id}")
 @rules(INFERENCE)
 async def delete_response(response_id: str, store: StoredResponses) -> dict[str, Any]:
     """Delete a stored response."""
-    store.delete(response_id, key=current_share().name)
+    store.delete(response_id, key=current_request().key.name)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
@@ -77,7 +77,7 @@ async def delete_response(response_id: str, store: StoredResponses) -> dict[str,
 @rules(INFERENCE)
 async def cancel_response(response_id: str, store: StoredResponses) -> Response:
     """Reject the request: only a response in the background can be cancelled, and none runs there."""
-    store.get(response_id, key=current_share().name)
+    store.get(response_id, key=current_request().key.name)
     message = f"the response {response_id!r} does not run in the background"
     raise InvalidRequest(message, remedy="close the connection of a running response to cancel it")
 
@@ -92,7 +92,7 @@ async def list_input_items(
     order: Annotated[Literal["asc", "desc"], Query(description="desc: the newest item first.")] = "desc",
 ) -> dict[str, Any]:
     """List the input items of a stored response, with those of the responses before it."""
-    items = json.loads(store.get(response_id, key=current_share().name).inputs)
+    items = json.loads(store.get(response_id, key=current_request().key.name).inputs)
     if order == "desc":
         items.reverse()
     if after is not None:

@@ -13,7 +13,7 @@ from tritonclient.grpc import service_pb2
 from genserve.errors import GenserveError
 from genserve.inference import InferenceResponse
 from genserve.redaction import redacted_error
-from genserve.request_context import RequestContext, fail_request
+from genserve.request_context import RequestContext, current_request
 from genserve.server.error_responses import as_genserve_error, message_of
 from genserve.server.kserve.grpc.infer_messages import GrpcRequest, empty_response, write_response
 from genserve.server.kserve.grpc.rpc_method import MalformedMessage, status_code
@@ -191,7 +191,7 @@ class InferStream:
                 doing = f"writing a response of model '{request.model.name}'"
                 error = as_genserve_error(unwritable, doing=doing)
         if error is not None:
-            fail_request(error)
+            current_request().fail(error)
             if self._ends_at_error:
                 return error
         message.parameters[_FINAL].bool_param = final

@@ -14,7 +14,7 @@ from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import Parameter
 from genserve.repository.load_errors import stopping
 from genserve.repository.model_versions import ModelVersion
-from genserve.request_context import CURRENT_REQUEST, RequestContext
+from genserve.request_context import RequestContext, current_request
 from genserve.server.access.access_control import HEALTH, INFERENCE, METADATA, Rights
 from genserve.server.access.key_ring import CURRENT_KEY
 from genserve.server.http.offload import COST_PER_OBJECT_BYTE, offload_if_large
@@ -169,9 +169,7 @@ class InferenceService(Administration):
     async def _submit(
         self, message: Any, context: Any, *, streams: bool, trace: Trace | None
     ) -> tuple[GrpcRequest, RunningInference]:
-        logged = CURRENT_REQUEST.get()
-        assert logged is not None
-        self._services.keys.admit(logged, CURRENT_KEY.get())
+        self._services.keys.admit(current_request(), CURRENT_KEY.get())
         if self._services.draining:
             raise stopping()
         await self._services.use_model(message.model_name)
