@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
@@ -22,10 +20,8 @@ from genserve.completion import (
     join_deltas,
 )
 from genserve.errors import ContextLengthExceeded, GenserveError
-from genserve.prompt import Chat
 from genserve.redaction import redacted_error
 from genserve.request_context import current_request
-from genserve.sampling.sampling_params import SamplingParams, unused_parameters
 from genserve.server.access.access_control import INFERENCE
 from genserve.server.dialects.anthropic.messages_body import MessagesBody, PromptFields
 from genserve.server.dialects.generation_handler import (
@@ -87,7 +83,7 @@ router = Router(prefix="/v1/messages", tag="Anthropic", errors=ErrorFormat(anthr
 async def messages(body: MessagesBody, services: SharedServices, request: Request) -> Response:
     """Answer a chat, whole or as server-sent events."""
     response = await handle_generation(
-        _MessagesRequest(body),
+        body,
         services,
         request,
         frames=_MessageFrames,
@@ -106,46 +102,6 @@ async def count_tokens(body: PromptFields, services: SharedServices) -> dict[str
     model = await services.text_model(body.model)
     counting = model.run_soon(lambda: len(model.encode(body.chat())), compiles=False)
     return {"input_tokens": await asyncio.wrap_future(counting)}
-
-
-@dataclass(frozen=True, slots=True)
-class _MessagesRequest:
-    """The body of one request, as `GenerationBody`."""
-
-    body: MessagesBody
-    num_choices: int = 1
-
-    @property
-    def model_name(self) -> str | None:
-        return self.body.model
-
-    @property
-    def stream(self) -> bool | None:
-        return self.body.stream
-
-    @property
-    def return_progress(self) -> bool | None:
-        return self.body.return_progress
-
-    @property
-    def hides_thinking(self) -> bool:
-        return self.body.thinking is not None and self.body.thinking.display == "omitted"
-
-    def check(self) -> None:
-        pass
-
-    def prompts(self) -> list[Chat]:
-        return [self.body.chat()]
-
-    def params(self) -> SamplingParams:
-        return self.body.params()
-
-    def names(self) -> Mapping[str, str]:
-        return self.body.names()
-
-    def ignored(self, submitted: SubmittedRequest) -> list[str]:
-        reasoning = submitted.unused_reasoning(self.body.asked_reasoning())
-        return [*self.body.unused(), *reasoning, *unused_parameters(submitted.params)]
 
 
 def _head(submitted: SubmittedRequest) -> dict[str, Any]:
@@ -171,13 +127,13 @@ def _usage(usage: Usage, parser: MessageParser | None = None) -> dict[str, Any]:
 
 
 def _ending(
-    part: Delta | Completion, parser: MessageParser | None, generation: _MessagesRequest
+    part: Delta | Completion, parser: MessageParser | None, body: MessagesBody
 ) -> dict[str, Any]:
     """Return the fields that say why an answer ended."""
     assert part.finish_reason is not None
     assert part.usage is not None
     reason = _STOP_REASONS[part.finish_reason]
-    is_full = part.usage.completion_tokens >= generation.body.max_tokens
+    is_full = part.usage.completion_tokens >= body.max_tokens
     if parser is not None and parser.ends_with_calls(part.finish_reason):
         reason = "tool_use"
     elif ends_with_stop_string(part):
@@ -191,19 +147,19 @@ def _ending(
     return ending
 
 
-def _answer(submitted: SubmittedRequest, generation: _MessagesRequest, deltas: list[Delta]) -> Response:
+def _answer(submitted: SubmittedRequest, body: MessagesBody, deltas: list[Delta]) -> Response:
     completion, parser = join_deltas(deltas), submitted.message_parser()
     message = parsed_message(parser, completion)
     content: list[dict[str, Any]] = []
     if thinking := message.reasoning_content:
-        shown = "" if generation.hides_thinking else thinking
+        shown = "" if body.hides_thinking else thinking
         content.append({"type": "thinking", "thinking": shown, "signature": _SIGNATURE})
     if message.content:
         content.append({"type": "text", "text": message.content})
     for call in message.tool_calls:
         called = {"id": call.id, "name": call.name, "input": arguments_so_far(call.arguments)}
         content.append({"type": "tool_use", **called})
-    ending = _ending(completion, parser, generation)
+    ending = _ending(completion, parser, body)
     usage = _usage(completion.usage, parser)
     timings = timings_fields([completion.usage]) | requested_fields(submitted, [completion.usage])
     return AnswerResponse(_head(submitted) | {"content": content, **ending, "usage": usage, **timings})
@@ -232,9 +188,9 @@ class _MessageStream(EventStream):
 class _MessageFrames(Frames):
     """The events of a streamed answer."""
 
-    def __init__(self, submitted: SubmittedRequest, generation: _MessagesRequest) -> None:
+    def __init__(self, submitted: SubmittedRequest, body: MessagesBody) -> None:
         self._submitted = submitted
-        self._generation = generation
+        self._body = body
         self._parser = submitted.message_parser()
         self._head = _head(submitted)
         self._num_prompt_tokens = len(submitted.prompts[0])
@@ -256,7 +212,7 @@ class _MessageFrames(Frames):
         written = b""
         if read.reasoning:
             written += self._begin("thinking")
-            if not self._generation.hides_thinking:
+            if not self._body.hides_thinking:
                 written += self._added(read.reasoning)
         if read.content:
             written += self._begin("text") + self._added(read.content)
@@ -312,7 +268,7 @@ class _MessageFrames(Frames):
 
     def _finish(self, delta: Delta) -> bytes:
         assert delta.usage is not None
-        ending = json.dumps(_ending(delta, self._parser, self._generation))
+        ending = json.dumps(_ending(delta, self._parser, self._body))
         rest = {"usage": _usage(delta.usage, self._parser), **timings_fields([delta.usage])}
         rest |= requested_fields(self._submitted, [delta.usage])
         return (

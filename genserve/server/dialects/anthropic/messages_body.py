@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
 from genserve.errors import InvalidRequest, require
 from genserve.prompt import MAX_CHAT_MESSAGES, MAX_TOOLS, Chat, Reasoning, only_tool
 from genserve.sampling.param_table import Range
-from genserve.sampling.sampling_params import SamplingParams, sampling_params
+from genserve.sampling.sampling_params import SamplingParams, sampling_params, unused_parameters
 from genserve.server.dialects.anthropic.message_blocks import (
     MessageFields,
     SystemBlocks,
@@ -21,6 +21,7 @@ from genserve.server.dialects.anthropic.message_blocks import (
 )
 from genserve.server.dialects.anthropic.message_tools import ToolOffer, Tools
 from genserve.server.dialects.decoding_fields import COMMON, DecodingFields, Texts, parameter
+from genserve.server.dialects.generation_handler import SubmittedRequest
 from genserve.server.dialects.reasoning_fields import ReasoningEffort, joined_reasoning
 from genserve.server.http.request_body import Items, TolerantBody
 
@@ -200,12 +201,27 @@ class MessagesBody(PromptFields, DecodingFields):
     top_k: int | None = parameter("top_k", bounds=Range(-1, 2**31 - 1))
     seed: int | None = parameter("seed")
 
-    def params(self) -> SamplingParams:
-        """Return the sampling parameters.
+    num_choices: ClassVar[int] = 1
 
-        Raises:
-            InvalidRequest: a value is out of range, or contradicts another.
-        """
+    @property
+    def model_name(self) -> str | None:
+        """See `GenerationBody`."""
+        return self.model
+
+    @property
+    def hides_thinking(self) -> bool:
+        """Whether the text of the reasoning is left out of the answer."""
+        return self.thinking is not None and self.thinking.display == "omitted"
+
+    def check(self) -> None:
+        """See `GenerationBody`."""
+
+    def prompts(self) -> list[Chat]:
+        """See `GenerationBody`; there is one prompt."""
+        return [self.chat()]
+
+    def params(self) -> SamplingParams:
+        """See `GenerationBody`."""
         form = None if self.form is None else {"json": self.form.schema_}
         own: dict[str, Any] = {
             "max_tokens": self.max_tokens,
@@ -214,6 +230,11 @@ class MessagesBody(PromptFields, DecodingFields):
         }
         defaults = {} if self.use_beam_search else {"temperature": 1.0}
         return sampling_params(self.given() | own, defaults=defaults)
+
+    def ignored(self, submitted: SubmittedRequest) -> list[str]:
+        """See `GenerationBody`."""
+        reasoning = submitted.unused_reasoning(self.asked_reasoning())
+        return [*self.unused(), *reasoning, *unused_parameters(submitted.params)]
 
     def unused(self) -> list[str]:
         """Return the fields without effect, whatever the model is."""
