@@ -231,9 +231,16 @@ class AsyncDeltaStream:
         self.close()
 
 
-def close_when_open(opening: Future[AsyncDeltaStream]) -> None:
-    """Close a stream that nobody reads as soon as a worker thread has opened it, if it does."""
-    opening.add_done_callback(_close)
+async def opened(opening: Future[AsyncDeltaStream]) -> AsyncDeltaStream:
+    """Return a stream that a worker thread opens; raises its errors.
+
+    If the caller is cancelled, the stream is closed as soon as it is open, since nobody reads it.
+    """
+    try:
+        return await asyncio.wrap_future(opening)
+    except BaseException:
+        opening.add_done_callback(_close)
+        raise
 
 
 def _close(opening: Future[AsyncDeltaStream]) -> None:

@@ -22,7 +22,7 @@ from genserve.deploy.replica.description import (
 )
 from genserve.deploy.replica.replica_load import ReplicaLoad
 from genserve.deploy.replica_messages import Call, InferenceItem, plain_error
-from genserve.engine.delta_streams import AsyncDeltaStream, EventLoopSink, close_when_open
+from genserve.engine.delta_streams import AsyncDeltaStream, EventLoopSink, opened
 from genserve.engine.generation_request import GenerationRequest
 from genserve.engine.input_queue import Reservation
 from genserve.engine.text_engine import TextEngine
@@ -122,15 +122,9 @@ class ModelReplica:
             share=request.share,
             is_resumed=request.is_resumed,
         ) as reservation:
-            opening = model.run_soon(
-                partial(_open, self._sink, model.engine, request, reservation),
-                compiles=needs_grammar(request.prompt, request.params),
-            )
-            try:
-                return await asyncio.wrap_future(opening)
-            except BaseException:   # the call was cancelled, and the thread may still submit the request
-                close_when_open(opening)
-                raise
+            opening = partial(_open, self._sink, model.engine, request, reservation)
+            compiles = needs_grammar(request.prompt, request.params)
+            return await opened(model.run_soon(opening, compiles=compiles))
 
     async def infer(self, call: Call[InferenceRequest]) -> AsyncIterator[InferenceItem]:
         """Yield the responses to a request, on the CPU; see `ReplicaSet.infer`."""

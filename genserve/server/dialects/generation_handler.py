@@ -19,7 +19,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from genserve.completion import Delta
-from genserve.engine.delta_streams import AsyncDeltaStream, EventLoopSink, close_when_open
+from genserve.engine.delta_streams import AsyncDeltaStream, EventLoopSink, opened
 from genserve.engine.generation_request import GenerationRequest
 from genserve.engine.input_queue import Reservation
 from genserve.errors import Closed, InvalidRequest
@@ -177,17 +177,20 @@ async def handle_generation(
     prompts, params = await offload_if_large(json_cost(request), _read_body, body)
     _log_request(body.model_name, prompts)  # a model that does not exist has a span, too
 
-    def generated(_model: TextModel) -> Awaitable[Response]:
-        return _generated(
-            body,
-            services,
-            request,
-            prompts,
-            params,
-            frames=frames,
-            answer=answer,
-            stream_response=stream_response,
-        )
+    async def generated(_model: TextModel) -> Response:
+        submitting = _submit(body, services, prompts, params)
+        response: Response
+        if body.stream:
+            submitted = await while_connected(submitting, request.receive)
+            current_request().streams = True
+            response = stream_response(submitted.stream, frames(submitted, body))
+            await response.begin(request.receive)
+        else:
+            # One task for both: a second one would be watched anew.
+            submitted, deltas = await while_connected(_read_all(submitting), request.receive)
+            response = await offload_if_large(answer_cost(deltas), answer, submitted, body, deltas)
+        _add_headers(response, body, params, submitted)
+        return response
 
     streams = stream_response if body.stream else None
     return await answer_when_loaded(
@@ -246,29 +249,10 @@ async def answer_when_loaded(
     return await answer(model)
 
 
-async def _generated(
-    body: _Body,
-    services: Services,
-    request: Request,
-    prompts: Sequence[Prompt],
-    params: SamplingParams,
-    *,
-    frames: Callable[[SubmittedRequest, _Body], Frames],
-    answer: Callable[[SubmittedRequest, _Body, list[Delta]], Response],
-    stream_response: type[EventStream],
-) -> Response:
-    """Return the answer of a model that is loaded; see `handle_generation`."""
-    submitting = _submit(body, services, prompts, params)
-    response: Response
-    if body.stream:
-        submitted = await while_connected(submitting, request.receive)
-        current_request().streams = True
-        response = stream_response(submitted.stream, frames(submitted, body))
-        await response.begin(request.receive)
-    else:
-        # One task for both: a second one would be watched anew.
-        submitted, deltas = await while_connected(_read_all(submitting), request.receive)
-        response = await offload_if_large(answer_cost(deltas), answer, submitted, body, deltas)
+def _add_headers(
+    response: Response, body: GenerationBody, params: SamplingParams, submitted: SubmittedRequest
+) -> None:
+    """Add the headers that say what of the request had no effect, was lowered or was truncated."""
     # Names come from clients, and a header holds less than JSON does.
     names = [name for name in body.ignored(submitted) if name.isascii() and name.isprintable()]
     if names:
@@ -279,7 +263,6 @@ async def _generated(
     if any(submitted.num_truncated):
         counts = ",".join(map(str, submitted.num_truncated))
         response.headers["x-genserve-truncated"] = counts[:_MAX_HEADER_CHARS]
-    return response
 
 
 def _clamped(body: GenerationBody, params: SamplingParams, submitted: SubmittedRequest) -> Iterator[str]:
@@ -364,12 +347,7 @@ async def submit(
                 reservation=reservation,
             )
             compiles = any(needs_grammar(prompt, params) for prompt in prompts)
-            opening = model.run_soon(work, compiles=compiles)
-            try:
-                stream = await asyncio.wrap_future(opening)
-            except BaseException:  # the client has left, and the thread may still submit the request
-                close_when_open(opening)
-                raise
+            stream = await opened(model.run_soon(work, compiles=compiles))
     except Closed:
         if services.repository.text_model(model_name) is model:
             raise

@@ -20,7 +20,7 @@ from fastapi.responses import Response
 from pydantic import ConfigDict, Field
 
 from genserve.completion import TopTokens
-from genserve.engine.delta_streams import close_when_open
+from genserve.engine.delta_streams import opened
 from genserve.engine.generation_request import AnswerRecord, GenerationRequest
 from genserve.engine.input_queue import Reservation
 from genserve.errors import Closed, InvalidRequest, require
@@ -228,14 +228,8 @@ async def _next_logprobs(
     reservation: Reservation | None = None,
 ) -> tuple[dict[GenerationRequest, TopTokens], Sequence[AnswerRecord]]:
     """Return the log-probabilities of the next tokens that requests ask for, and the record of each."""
-    opening = model.run_soon(
-        partial(services.output_sink().open, model.engine, *requests, reservation=reservation), compiles=False
-    )
-    try:
-        stream = await asyncio.wrap_future(opening)
-    except BaseException:  # the client has left, and the thread may still submit the requests
-        close_when_open(opening)
-        raise
+    opening = partial(services.output_sink().open, model.engine, *requests, reservation=reservation)
+    stream = await opened(model.run_soon(opening, compiles=False))
     context = current_request()
     context.answers = [*context.answers, *stream.answers]
     async with stream:
