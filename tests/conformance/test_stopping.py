@@ -121,6 +121,22 @@ def test_the_tokens_of_the_logprobs_are_those_of_the_text(client, tiny_server):
     assert "".join(choice.logprobs.tokens) == choice.text
 
 
+def test_a_token_that_a_stop_holds_back_in_part_is_streamed_once(client, tiny_server):
+    texts = tiny_server.model.tokenizer.token_texts()
+    wanted = next(index for index, text in enumerate(texts) if len(text) > 1 and text.isascii())
+    chunks = client.chat.completions.create(
+        **OPTIONS,
+        messages=[{"role": "user", "content": PROMPT}],
+        stop=[f"{texts[wanted][-1]}\0"],
+        logprobs=True,
+        logit_bias={wanted: 100},
+        stream=True,
+    )
+    found = [chunk.choices[0].logprobs for chunk in chunks]
+    tokens = [entry.token for part in found if part for entry in part.content]
+    assert tokens == [texts[wanted]] * 12
+
+
 @pytest.mark.parametrize("ask", ["completions", "chat"])
 def test_stream_interval_is_the_number_of_tokens_of_an_event(client, ask):
     """The first has one, and the last what is left; a step may bring several."""

@@ -123,7 +123,8 @@ class ContentScores:
         self._scores = scores
         self._parser = parser
         self._ahead: deque[tuple[ScoredToken, int]] = deque()  # and the characters of theirs to come
-        self._behind: list[tuple[ScoredToken | None, str]] = []  # text since the content; None: returned
+        self._behind: list[tuple[ScoredToken, str]] = []  # text since the content, by its tokens
+        self._returned: ScoredToken | None = None  # the last one; the rest of its text may be content, too
 
     def answer(self, part: Delta | Completion) -> list[ScoredToken]:
         """Return the tokens of the content in the next delta of an answer, or in a whole answer."""
@@ -153,15 +154,16 @@ class ContentScores:
         start = max(text.rfind(content, 0, len(text) - num_held), 0)
         end = start + len(content)
         found: list[ScoredToken] = []
-        rest: list[tuple[ScoredToken | None, str]] = []
+        rest: list[tuple[ScoredToken, str]] = []
         at = 0
         for token, piece in self._behind:
             first, at = at, at + len(piece)
             within = first < end and (at > start or first == start)
-            if token is not None and within and token.own.spelled:
+            if within and token.own.spelled and token is not self._returned:
                 found.append(token)
+                self._returned = token
             if at > end or first >= end:
-                rest.append((None if within else token, piece[max(0, end - first) :]))
+                rest.append((token, piece[max(0, end - first) :]))
         self._behind = rest
         return found
 
