@@ -17,6 +17,7 @@ from genserve.errors import InvalidRequest
 from genserve.sampling.structured_outputs import JsonOptions, StructuredOutputs
 from genserve.structured_output.argument_grammar import arguments_field
 from genserve.structured_output.closing_grammar import JsonTokens
+from genserve.structured_output.gbnf import gbnf_to_lark, is_gbnf
 from genserve.structured_output.grammar_trial import compile_rejection
 from genserve.structured_output.json_escapes import Escapes, EscapeTokens
 from genserve.structured_output.json_schema import guided_schema, with_all_escapes
@@ -317,7 +318,7 @@ def _unusable(reason: str) -> InvalidRequest:
 
 def _source(outputs: StructuredOutputs) -> str:
     """Return the source of llguidance's grammar; raises ValueError and RecursionError for invalid outputs."""
-    from llguidance import LLMatcher, grammar_from, regex_to_lark
+    from llguidance import LLMatcher, regex_to_lark
 
     match outputs.kind:
         case "json":
@@ -333,8 +334,8 @@ def _source(outputs: StructuredOutputs) -> str:
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
         case "structural_tag":
             return _tags(**json.loads(outputs.text), options=outputs.json_options)
-        case "grammar" if "::=" in outputs.text:
-            return grammar_from("gbnf", outputs.text)
+        case "grammar" if is_gbnf(outputs.text):
+            return gbnf_to_lark(outputs.text)
         case _:
             return LLMatcher.grammar_from_lark(with_all_escapes(outputs.text))
 

@@ -112,6 +112,24 @@ def test_a_grammar_may_be_in_lark_or_gbnf(grammars, tokenizer, grammar):
     assert not accepts(begin(grammars, grammar=grammar), tokenizer, "<abc")
 
 
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        (r'root ::= "\u00e9ab"', "\u00e9ab"),
+        (r'root ::= "\\u00e9"', r"\u00e9"),
+        (r'root ::= "\x22\U0001F600\n"', '"\U0001f600\n'),
+        (r"root ::= [\u00e8-\u00ea]", "\u00e9"),
+        (r"root ::= [a-z&&b]", "a"),
+        (r"root ::= [--/]", "."),
+        (r"root ::= [^\]a]", "b"),
+        (r'root ::= . "." # any "character', "\n."),
+        (r'start: "x::=y"', "x::=y"),
+    ],
+)
+def test_characters_of_a_grammar_are_those_of_its_notation(grammars, tokenizer, grammar, text):
+    assert accepts(begin(grammars, grammar=grammar), tokenizer, text)
+
+
 WEATHER = {"begin": "<f=rain>", "schema": {"enum": [1, 2]}, "end": "</f>"}
 CLOCK = {"begin": "<f=time>", "schema": {"type": "array", "maxItems": 0}, "end": "</f>"}
 TAG = {"structures": [WEATHER, CLOCK], "triggers": ["<f="]}
@@ -208,6 +226,7 @@ def test_a_token_that_is_not_allowed_is_rejected(grammars, tokenizer):
         ({"regex": r"[^\s\S]"}, "no text"),
         ({"grammar": "start: nobody"}, "nobody"),
         ({"grammar": 'root ::= "a'}, "line 1"),
+        ({"grammar": r'root ::= "\ud83d"'}, r"\ud83d is no character"),
         ({"json": {"type": "string", "not": {"const": "a"}}}, "not"),
         ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
         ({"json": {"x-guidance": {"lenient": True}, "uniqueItems": True}}, "uniqueItems"),

@@ -1,0 +1,65 @@
+r"""GBNF: llama.cpp's notation of grammars, which llguidance converts to Lark's.
+
+Its converter loses the zeros of `\u00e9`, reads `&&`, `--` and `~~` in a class as Rust's operations on sets,
+and has `.` match no newline. So characters and classes are rewritten before.
+"""
+
+from __future__ import annotations
+
+import re
+
+_CHAR = r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)|[^\\]"
+# The texts, classes, comments and dots of a grammar.
+_PART = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|\.', re.DOTALL)
+_ITEM = re.compile(rf"({_CHAR})(?:(-)({_CHAR}))?", re.DOTALL)
+_ONE = re.compile(_CHAR, re.DOTALL)
+_RULE = re.compile(r"^[ \t]*[\w-]+\s*::=", re.MULTILINE)
+_ANY = "[\\x00-\U0010ffff]"
+_MEANT = {"n": "\n", "r": "\r", "t": "\t", **{char: char for char in '\\"[]'}}
+
+
+def is_gbnf(grammar: str) -> bool:
+    """Return whether a grammar is in this notation."""
+    return _RULE.search(grammar) is not None
+
+
+def gbnf_to_lark(grammar: str) -> str:
+    """Return a grammar in Lark's notation.
+
+    Raises:
+        ValueError: it has an unknown escape, or one that is no character.
+        Exception: llguidance's converter rejects it.
+    """
+    from llguidance import grammar_from
+
+    return grammar_from("gbnf", _PART.sub(_rewritten, grammar))
+
+
+def _rewritten(part: re.Match[str]) -> str:
+    text = part[0]
+    match text[0]:
+        case "#":
+            return text
+        case ".":
+            return _ANY
+        case '"':
+            return f'"{_ONE.sub(lambda found: _written(found[0]), text[1:-1])}"'
+    sign = "^" if text.startswith("[^") else ""
+    return f"[{sign}{_ITEM.sub(_item, text[1 + len(sign) : -1])}]"
+
+
+def _item(found: re.Match[str]) -> str:
+    """Rewrite a character of a class, or a range of them."""
+    return _written(found[1]) + (f"-{_written(found[3])}" if found[2] else "")
+
+
+def _written(char: str) -> str:
+    """Return a character in a way that neither Lark nor Rust reads otherwise."""
+    meant = char
+    if len(char) > 2:
+        meant = chr(int(char[2:], 16))
+    elif len(char) == 2:
+        meant = _MEANT.get(char[1], "")
+    if not meant or "\ud800" <= meant <= "\udfff":
+        raise ValueError(f"{char} is no character of a GBNF grammar")
+    return f"\\x{ord(meant):02x}" if meant < "\x80" and not meant.isalnum() else meant
