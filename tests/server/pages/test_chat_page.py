@@ -367,6 +367,7 @@ def test_a_missing_and_a_wrong_key_are_asked_for(chat):
         if key == "wrong":
             expect(dialog).to_contain_text("rejected")
     expect(chat.page.get_by_label("Model")).to_have_value("tiny")
+    expect(chat.page.get_by_label("Message", exact=True)).to_be_focused()
     chat.ask("hi")
     expect(chat.answer.locator(".markdown")).to_have_text("hi")
     assert all("401" in fault for fault in chat.faults), "the browser itself reports these"
@@ -842,6 +843,7 @@ def test_models_are_unloaded_and_loaded(chat):
     dialog.get_by_role("button", name="Load tiny").click()
     expect(dialog).to_contain_text("ready, generates text, up to", timeout=20_000)
     chat.button("Close").click()
+    expect(chat.button("More")).to_be_focused()
     chat.ask("one")
 
 

@@ -13,7 +13,11 @@ interface DialogProps {
 
 export function Dialog({ title, onClose, wide, children }: DialogProps) {
   const element = useRef<HTMLDialogElement>(null);
-  useEffect(() => element.current?.showModal(), []);
+  useEffect(() => {
+    const before = document.activeElement as HTMLElement | null;
+    element.current?.showModal();
+    return () => before?.focus(); // a browser does this only where Esc closes the dialog
+  }, []);
   return (
     <dialog ref={element} class={wide ? "is-wide" : ""} aria-label={title} onClose={onClose}>
       <div class="dialog-top">

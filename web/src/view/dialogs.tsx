@@ -20,6 +20,7 @@ import {
   shown,
   summaries,
 } from "../state";
+import { focusComposer } from "./composer";
 import { Dialog } from "./dialog";
 import { Models } from "./models";
 
@@ -56,7 +57,7 @@ function KeyDialog({ asks }: { asks: string }) {
     event.preventDefault();
     apiKey.value = String(new FormData(event.currentTarget).get("key")).trim();
     closeKey();
-    connect();
+    connect().then(focusComposer);
   };
   return (
     <Dialog title="API key" onClose={closeKey}>
