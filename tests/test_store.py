@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from genserve import LLM
-from genserve.cli.model_access import local_models
+from genserve.cli.local_models import local_models
 from genserve.errors import RepositoryError
 from genserve.store import default_repository, described, display_path, repository_flag
 

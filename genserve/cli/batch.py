@@ -30,7 +30,8 @@ from genserve.cli.batch_files import (
 )
 from genserve.cli.console import make_console
 from genserve.cli.flags import RemoteServer
-from genserve.cli.model_access import bring_model, choose_remote, loading
+from genserve.cli.model_choice import bring_model, choose_remote
+from genserve.cli.opened_models import loading
 from genserve.client import api_calls
 from genserve.client.api_calls import ApiCall, ApiRequest
 from genserve.client.connection import LIMITS, Connection, connection, tls_verification, with_retries

@@ -122,7 +122,7 @@ def _prompts(
 
 def _served_model(http: httpx2.Client) -> str:
     """Return the name of a server's only model; the model of a server without a list has no name."""
-    from genserve.cli.model_access import choose_remote
+    from genserve.cli.model_choice import choose_remote
 
     # TGI has no list of models, and its model has no name.
     known = _listed_models(http, "GET", "/v1/models") or _listed_models(http, "POST", "/v2/repository/index")

@@ -46,7 +46,8 @@ def cache(flags: CacheFlags) -> None:
     ship with the model. Chats that begin with the same system message and tools, or prompts that begin with
     the text, start there. Build again after a change of the model, of its chat template or of genserve.
     """
-    from genserve.cli.model_access import bring_model, loading
+    from genserve.cli.model_choice import bring_model
+    from genserve.cli.opened_models import started
     from genserve.engine.disk_cache import PrefixCacheFolder
     from genserve.repository.options import RepositoryOptions
     from genserve.repository.repository import Repository
@@ -61,11 +62,9 @@ def cache(flags: CacheFlags) -> None:
     whole_disk = PrefixCacheFolder(path=prefixes, max_bytes=shutil.disk_usage(folder).total)
     repository = Repository([folder], options=RepositoryOptions(prefix_cache_folder=whole_disk))
     try:
-        with loading(name):
-            model = repository.start_text_model(name)
-        token_ids = _compute(model, prompts)
+        with started(repository, name) as model:    # whose end writes the blocks
+            token_ids = _compute(model, prompts)
     finally:
-        repository.close()      # which writes the blocks
         with suppress(OSError):
             prefixes.rmdir()    # unless there are any
     if model.disk_cache is None:

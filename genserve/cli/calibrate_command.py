@@ -67,7 +67,8 @@ def calibrate(flags: CalibrateFlags) -> None:
     files are the same.
     """
     from genserve.cli.console import print_json
-    from genserve.cli.model_access import bring_model, loading
+    from genserve.cli.model_choice import bring_model
+    from genserve.cli.opened_models import started
     from genserve.repository.repository import Repository
     from genserve.textmodel.calibration import Calibration, calibrated_model, write_calibration
     from genserve.textmodel.receipts import described
@@ -82,13 +83,9 @@ def calibrate(flags: CalibrateFlags) -> None:
         raise RepositoryError(
             f"{name!r} is an adapter, and has no temperatures of its own", remedy=f"calibrate {base!r}"
         )
-    try:
-        with loading(name):
-            model = repository.start_text_model(name)
+    with started(repository, name) as model:
         logprobs = _asked(model, answers, file=flags.file)
         facts = calibrated_model(described(model.facts()))
-    finally:
-        repository.close()
     fits = _fits(answers, logprobs)
     path = None
     if not flags.dry_run:

@@ -65,7 +65,7 @@ def chat(flags: ChatFlags) -> None:
     from genserve.cli.chat.chat_session import ChatSession
     from genserve.cli.chat.conversation import Conversation
     from genserve.cli.chat.keyboard import held_keys
-    from genserve.cli.model_access import ModelSwitch, known_models, open_model
+    from genserve.cli.opened_models import ModelSwitch, known_models, open_model
     from genserve.sampling.defaults import CHAT_MAX_TOKENS, chat_sampling_params
 
     given = {"max_tokens": flags.max_tokens, "seed": flags.seed, "temperature": flags.temperature}

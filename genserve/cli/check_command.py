@@ -94,7 +94,7 @@ def _replays(roots: Sequence[Path], *, config_name: str) -> dict[str, list[Repla
     Raises:
         GenserveError: a recording cannot be read, or a model cannot be loaded.
     """
-    from genserve.cli.model_access import loading
+    from genserve.cli.opened_models import started
     from genserve.repository.options import RepositoryOptions
     from genserve.repository.repository import Repository
     from genserve.textmodel.recordings import read_recordings, replay
@@ -105,14 +105,9 @@ def _replays(roots: Sequence[Path], *, config_name: str) -> dict[str, list[Repla
     for name in (*found.text_models, *found.adapters):
         repository = Repository(roots, options=options)
         recordings = read_recordings(repository.lifecycle.entries[name].path)
-        if not recordings:
-            continue
-        try:
-            with loading(name):
-                model = repository.start_text_model(name)
-            replays[name] = replay(model, recordings)
-        finally:
-            repository.close()
+        if recordings:
+            with started(repository, name) as model:
+                replays[name] = replay(model, recordings)
     return replays
 
 

@@ -119,7 +119,7 @@ def _generated(flags: DeployFlags) -> dict[str, Any]:
         UsageError: the maximum of replicas is less than the minimum.
         GenserveError: other machines could connect without an API key, or `find_models` fails.
     """
-    from genserve.cli.model_access import bring_models
+    from genserve.cli.model_choice import bring_models
     from genserve.deploy.ray.deploy_config import Scale, find_models, serve_config
     from genserve.server.access.access_control import is_loopback
     from genserve.store import default_repository

@@ -99,7 +99,7 @@ def generate(flags: GenerateFlags) -> None:
 def _generate_one(flags: GenerateFlags, options: SamplingOptions) -> None:
     from genserve.cli.batch_files import answer_document
     from genserve.cli.console import make_console, print_json, read_text, write_text
-    from genserve.cli.model_access import open_model
+    from genserve.cli.opened_models import open_model
 
     prompt = flags.prompt
     if prompt is None or prompt == "-":

@@ -100,7 +100,7 @@ def _quoted(value: str) -> str:
 
 
 def _served_model(url: str, *, name: str | None) -> AgentModel:
-    from genserve.cli.model_access import choose_remote
+    from genserve.cli.model_choice import choose_remote
 
     with RemoteServer(url=url, verify=True).client() as client:
         cards = client.model_cards()
@@ -134,7 +134,7 @@ def _started_server(name: str | None, repository: Path | None) -> Iterator[tuple
         GenserveError: there is no such model, or the server did not start.
     """
     from genserve.cli.console import make_console
-    from genserve.cli.model_access import bring_model
+    from genserve.cli.model_choice import bring_model
 
     folder, name = bring_model(name, repository=repository)
     log = home_folder() / "agents" / "server.log"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from genserve.cli.flags import RemoteServer
-    from genserve.cli.model_access import LocalModel
+    from genserve.cli.local_models import LocalModel
     from genserve.export import KnownEncoder, KnownModel
     from genserve.export.machine_speed import MachineSpeed
 
@@ -44,7 +44,7 @@ def models(flags: ModelsFlags) -> None:
         _print_remote(server, as_json=flags.json_)
         return
     from genserve.cli.console import print_json
-    from genserve.cli.model_access import local_models
+    from genserve.cli.local_models import local_models
 
     repository = flags.model_repository or default_repository()
     found = local_models(repository)
@@ -77,7 +77,7 @@ def _print_local(found: Sequence[LocalModel], *, repository: Path) -> None:
 
 def _print_available(repository: Path, *, as_json: bool) -> None:
     from genserve.cli.console import make_console, print_json
-    from genserve.cli.model_access import local_models
+    from genserve.cli.local_models import local_models
     from genserve.export import KNOWN_ENCODERS, KNOWN_MODELS
     from genserve.export.machine_speed import measure_speed
 

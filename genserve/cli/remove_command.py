@@ -25,7 +25,7 @@ def remove(flags: RemoveFlags) -> None:
 
     A stage that another model uses stays. Downloads stay in the cache folder.
     """
-    from genserve.cli.model_access import size_bytes
+    from genserve.cli.local_models import size_bytes
     from genserve.repository.index import scan
     from genserve.repository.model_files import delete_folder, removed_folders
 

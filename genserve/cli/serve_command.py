@@ -76,7 +76,7 @@ def serve(flags: ServeFlags) -> None:
 
 def _with_models(settings: ServerSettings, names: Sequence[str]) -> ServerSettings:
     """Return the settings that serve only the named models, if any; missing models are pulled."""
-    from genserve.cli.model_access import bring_models, remark_on_old_default
+    from genserve.cli.model_choice import bring_models, remark_on_old_default
 
     store = default_repository()
     if settings.model_repository == (store,):

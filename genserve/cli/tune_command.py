@@ -156,7 +156,7 @@ class _Tuning:
 
 def _find(model: str | None, *, repository: Path | None) -> tuple[str, TunedModel]:
     """Return a model by its own name or its logits stage's; a missing model is pulled if possible."""
-    from genserve.cli.model_access import bring_model
+    from genserve.cli.model_choice import bring_model
     from genserve.export import pulled_name
     from genserve.store import default_repository
     from genserve.tuning.tuned_model import find_model

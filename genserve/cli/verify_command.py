@@ -104,7 +104,7 @@ def _repeated(
     Raises:
         GenserveError: see `repeated_request`; there is no such model, or it is not the receipt's.
     """
-    from genserve.cli.model_access import loading
+    from genserve.cli.opened_models import started
     from genserve.repository.repository import Repository
     from genserve.store import default_repository
     from genserve.textmodel.receipts import repeated_request
@@ -112,13 +112,9 @@ def _repeated(
     request = repeated_request(receipt)
     name = name or request.adapter or str(request.model)
     models = Repository([default_repository() if repository is None else repository])
-    try:
-        with loading(name):
-            model = models.start_text_model(name)
+    with started(models, name) as model:
         _require_same(receipt, model)
         return model.repeat(request)
-    finally:
-        models.close()
 
 
 def _require_same(receipt: Mapping[str, Any], model: TextModel) -> None:

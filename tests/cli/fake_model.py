@@ -12,7 +12,7 @@ from typing import Unpack
 
 from genserve.cli.chat.chat_session import ChatSession
 from genserve.cli.chat.conversation import Conversation
-from genserve.cli.model_access import ModelSwitch, OpenedModel
+from genserve.cli.opened_models import ModelSwitch, OpenedModel
 from genserve.completion import Completion, Delta, FinishReason, Stream, TokenLogprob, Usage
 from genserve.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from genserve.prompt import Message, Messages, Prompts, read_chat

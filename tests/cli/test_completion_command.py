@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_model_access import add_model
+from tests.cli.test_model_choice import add_model
 from tests.support.command_line import invoke
 
 PATIENCE_S = 15

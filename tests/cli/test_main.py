@@ -12,7 +12,7 @@ import pytest
 
 import genserve
 from genserve.cli.main import main
-from tests.cli.test_model_access import add_model
+from tests.cli.test_model_choice import add_model
 from tests.client.scripted_server import PATIENCE_S, event_reply, models_reply, scripted
 from tests.support.command_line import invoke
 

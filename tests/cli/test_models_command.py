@@ -11,7 +11,7 @@ import pytest
 
 from genserve.export import KNOWN_MODELS
 from genserve.kernels import instruction_set
-from tests.cli.test_model_access import add_model
+from tests.cli.test_model_choice import add_model
 from tests.client.scripted_server import models_reply, scripted
 from tests.support.command_line import invoke
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from genserve.cli.local_models import local_models
 from genserve.cli.main import main
-from genserve.cli.model_access import local_models
 from genserve.errors import InvalidRequest, ModelNotFound
 from tests.cli.terminal import ENTER, Terminal
-from tests.cli.test_model_access import add_model
+from tests.cli.test_model_choice import add_model
 from tests.support.command_line import invoke
 
 

@@ -12,7 +12,7 @@ from genserve.errors import RepositoryError
 from genserve.repository.model_versions import IndexEntry, ModelState
 from genserve.server import ModelInfo, ServerInfo
 from genserve.settings import ServerSettings
-from tests.cli.test_model_access import add_model
+from tests.cli.test_model_choice import add_model
 from tests.support.command_line import invoke
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from genserve.cli.model_access import local_models
+from genserve.cli.local_models import local_models
 from genserve.errors import ExportError
 from genserve.export.adapters.adapter_model import export_adapter
 from genserve.llm import LLM

@@ -17,7 +17,7 @@ from rich.cells import cell_len
 
 from genserve.cli.chat.conversation import Conversation
 from genserve.cli.console import visible
-from genserve.cli.model_access import OpenedModel, TextGenerator
+from genserve.cli.opened_models import OpenedModel, TextGenerator
 from genserve.completion import TokenLogprob
 from genserve.errors import InvalidRequest
 from genserve.prompt import Chat

@@ -17,7 +17,7 @@ from genserve.cli.chat.conversation import Conversation, Exchange
 from genserve.cli.chat.keyboard import held_keys, interrupts_deferred
 from genserve.cli.chat.markdown_stream import answer_display
 from genserve.cli.console import counted, error_heading, make_console, visible
-from genserve.cli.model_access import ModelSwitch, OpenedModel
+from genserve.cli.opened_models import ModelSwitch, OpenedModel
 from genserve.completion import Delta, FinishReason, PromptProgress, Stream, Usage
 from genserve.errors import GenserveError
 from genserve.prompt import Chat, Message, Messages

@@ -17,7 +17,7 @@ from genserve.cli.chat.keyboard import interrupts_deferred
 from genserve.cli.chat.live_lines import Line, LiveLines, pause_s, rendered_lines
 from genserve.cli.chat.markdown_stream import markdown_lines, shows_markdown
 from genserve.cli.console import visible
-from genserve.cli.model_access import OpenedModel
+from genserve.cli.opened_models import OpenedModel
 from genserve.errors import GenserveError, InvalidRequest
 from genserve.prompt import Message
 from genserve.sampling.sampling_options import SamplingOptions

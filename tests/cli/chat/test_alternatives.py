@@ -19,7 +19,7 @@ from genserve.cli.chat.chat_session import ChatSession
 from genserve.cli.chat.conversation import Conversation, Exchange
 from genserve.cli.chat.slash_commands import run_slash
 from genserve.cli.flags import RemoteServer
-from genserve.cli.model_access import ModelSwitch, OpenedModel, open_model
+from genserve.cli.opened_models import ModelSwitch, OpenedModel, open_model
 from genserve.completion import TokenLogprob
 from genserve.errors import InvalidRequest
 from genserve.prompt import Chat

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from genserve.cli.chat.side_by_side import Contestant, answer_side_by_side
-from genserve.cli.model_access import OpenedModel
+from genserve.cli.opened_models import OpenedModel
 from genserve.completion import Delta, FinishReason, Stream, Usage
 from genserve.errors import ModelFailed
 from genserve.prompt import Message

@@ -5,13 +5,9 @@ from pathlib import Path
 import pytest
 
 from genserve.cli.flags import RemoteServer
-from genserve.cli.model_access import (
-    bring_model,
-    bring_models,
-    choose_model,
-    local_models,
-    open_model,
-)
+from genserve.cli.local_models import local_models
+from genserve.cli.model_choice import bring_model, bring_models, choose_model
+from genserve.cli.opened_models import open_model
 from genserve.errors import ExportError, GenserveError, ModelNotFound, RepositoryError
 from genserve.export import pulled_name
 from genserve.store import default_repository
@@ -68,7 +64,7 @@ class Pulls:
 @pytest.fixture
 def pulls(monkeypatch: pytest.MonkeyPatch) -> Pulls:
     pulls = Pulls()
-    monkeypatch.setattr("genserve.cli.model_access.pull", pulls)
+    monkeypatch.setattr("genserve.cli.model_choice.pull", pulls)
     return pulls
 
 
@@ -273,7 +269,7 @@ def test_an_encoder_is_pulled_to_be_served_and_is_no_text_model(
 ) -> None:
     pulled = []
     monkeypatch.setattr(
-        "genserve.cli.model_access.pull_encoder", lambda encoder, **_: pulled.append(encoder.name)
+        "genserve.cli.model_choice.pull_encoder", lambda encoder, **_: pulled.append(encoder.name)
     )
     monkeypatch.setattr("genserve.backends.libraries.require_export_packages", lambda _: None)
     name = "all-minilm-l6-v2"
