@@ -911,6 +911,16 @@ def test_a_link_leads_to_the_probabilities_of_an_answer(chat):
     expect(chat.page.locator(".notice")).to_contain_text("does not have the linked conversation")
 
 
+def test_a_wide_table_scrolls_on_a_phone_and_its_words_are_whole(phone):
+    chat = phone
+    chat.send("|planet|diameter|satellites|\n|-|-|-|\n|" + "|".join(["incomprehensible"] * 3) + "|")
+    chat.button("Send").click()     # Enter begins a line
+    chat.wait_for_answer()
+    lines = "cell => { const r = new Range(); r.selectNodeContents(cell); return r.getClientRects().length }"
+    assert [cell.evaluate(lines) for cell in chat.answer.locator("td").all()] == [1, 1, 1]
+    assert chat.page.evaluate("document.documentElement.scrollWidth") == 360
+
+
 def test_the_page_fits_a_phone_and_follows_dark_mode(phone):
     chat = phone
     chat.send("a `" + "w" * 60 + "`\n```\n" + "w" * 60 + "\n```")
