@@ -155,10 +155,8 @@ class ModelNotReady(GenserveError):
 
     code = "model_not_ready"
 
-    def __init__(
-        self, message: str, *, remedy: str = "", field: str | None = None, retry_after_s: float = 0.0
-    ) -> None:
-        super().__init__(message, remedy=remedy, field=field)
+    def __init__(self, message: str, *, remedy: str = "", retry_after_s: float = 0.0) -> None:
+        super().__init__(message, remedy=remedy)
         self.retry_after_s = retry_after_s
 
 

@@ -73,9 +73,8 @@ class HistogramCollector(Collector):
 class Metrics:
     """The metrics of one server, in their own registry."""
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        """Register the metrics in `registry`; None: in a new one."""
-        self.registry = registry or CollectorRegistry()
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
         self._lock = threading.Lock()
         self._collectors: dict[object, Collector] = {}
         self._add_counters()

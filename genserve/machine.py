@@ -71,9 +71,9 @@ def total_memory_bytes(*, root: Path = _ROOT) -> int | None:
     return min([*known, *(limit for limit in limits if limit is not None)], default=None)
 
 
-def own_memory_bytes(*, root: Path = _ROOT) -> int:
+def own_memory_bytes() -> int:
     """Return the memory of this process without mapped files; 0: unknown."""
-    return _fields(root / "proc/self/status").get("RssAnon:", 0) * 1024
+    return _fields(_ROOT / "proc/self/status").get("RssAnon:", 0) * 1024
 
 
 @cache  # each load asks, and the table of mounts may be long; limits may change, groups stay

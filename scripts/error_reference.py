@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from genserve.server.error_responses import ERROR_STATUSES
+from genserve.server.error_statuses import ERROR_STATUSES
 
 ROOT = Path(__file__).parents[1]
 

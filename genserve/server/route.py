@@ -26,7 +26,8 @@ from starlette.types import Receive, Scope, Send
 from genserve.errors import Closed, ModelNotFound, ModelNotReady, Overloaded
 from genserve.request_context import DEFAULT_LEVELS, LogLevels, current_request
 from genserve.server.access.access_control import ANY_KEY, PROBE, Rights
-from genserve.server.error_responses import TGI_ERRORS, ErrorFormat, invalid_field
+from genserve.server.error_formats import TGI_ERRORS, ErrorFormat
+from genserve.server.error_responses import invalid_field
 from genserve.server.http.connection_errors import raise_connection_error
 from genserve.server.http.offload import offload_if_large
 from genserve.server.http.request_body import StrictRequest, check_coding, empty_body, json_cost

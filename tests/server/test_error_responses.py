@@ -16,15 +16,8 @@ from genserve.errors import (
     Status,
     Unauthenticated,
 )
-from genserve.server.error_responses import (
-    TGI_ERRORS,
-    error_headers,
-    error_response,
-    grpc_status,
-    http_status,
-    kserve_status,
-    renamed,
-)
+from genserve.server.error_formats import TGI_ERRORS, error_headers, error_response, renamed
+from genserve.server.error_statuses import grpc_status, http_status, kserve_status
 
 FULL = Overloaded("full", retry_after_s=1.5)
 

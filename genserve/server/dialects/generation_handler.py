@@ -26,7 +26,7 @@ from genserve.errors import Closed, InvalidRequest
 from genserve.prompt import Chat, Prompt, Reasoning
 from genserve.request_context import NO_KEY, RequestContext, current_request
 from genserve.sampling.sampling_params import SamplingParams
-from genserve.server.error_responses import named_as, renamed
+from genserve.server.error_formats import named_as, renamed
 from genserve.server.http.offload import answer_cost, offload_if_large
 from genserve.server.http.request_body import json_cost
 from genserve.server.http.sse_response import (

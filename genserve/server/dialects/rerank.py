@@ -22,7 +22,7 @@ from genserve.sampling.logits_array import FloatArray
 from genserve.server.access.access_control import INFERENCE
 from genserve.server.dialects.generation_handler import AnswerResponse
 from genserve.server.dialects.vectors import MAX_TEXTS, encode, prompt_of
-from genserve.server.error_responses import OPENAI_ERRORS
+from genserve.server.error_formats import OPENAI_ERRORS
 from genserve.server.http.request_body import Items, TolerantBody
 from genserve.server.route import Router, rules
 from genserve.server.services import Services, SharedServices

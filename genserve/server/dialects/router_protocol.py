@@ -18,7 +18,7 @@ from genserve.server.access.access_control import INFERENCE, METADATA
 from genserve.server.dialects.generation_handler import AnswerResponse
 from genserve.server.dialects.openai.chat_body import ChatBody
 from genserve.server.dialects.openai.completions import CompletionBody
-from genserve.server.error_responses import OPENAI_ERRORS, named_as
+from genserve.server.error_formats import OPENAI_ERRORS, named_as
 from genserve.server.route import Router, rules
 from genserve.server.services import Services, SharedServices
 from genserve.textmodel.text_model import TextModel

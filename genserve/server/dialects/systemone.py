@@ -29,7 +29,7 @@ from genserve.request_context import current_request
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.server.access.access_control import INFERENCE
 from genserve.server.dialects.generation_handler import AnswerResponse, answer_when_loaded
-from genserve.server.error_responses import OPENAI_ERRORS, renamed
+from genserve.server.error_formats import OPENAI_ERRORS, renamed
 from genserve.server.http.request_body import Body, TolerantBody
 from genserve.server.http.sse_response import while_connected
 from genserve.server.route import Router, rules

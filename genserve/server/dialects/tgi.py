@@ -43,7 +43,7 @@ from genserve.server.dialects.decoding_fields import COMMON, DecodingFields, par
 from genserve.server.dialects.generation_handler import AnswerResponse, SubmittedRequest, handle_generation
 from genserve.server.dialects.logprob_formats import TopTokenReader, tgi_prefill
 from genserve.server.dialects.timings import prompt_progress, requested_fields, timings_fields
-from genserve.server.error_responses import TGI_ERRORS, tgi_error
+from genserve.server.error_formats import TGI_ERRORS, tgi_error
 from genserve.server.http.request_body import Items, TolerantBody
 from genserve.server.http.sse_response import Frames, documented, event
 from genserve.server.route import Router, rules

@@ -15,7 +15,7 @@ from genserve.server.access.access_control import INFERENCE, METADATA
 from genserve.server.dialects.generation_handler import AnswerResponse
 from genserve.server.dialects.openai.chat_body import ChatMessage, chat_messages
 from genserve.server.dialects.openai.chat_tools import ChatToolOffer, ChatTools
-from genserve.server.error_responses import OPENAI_ERRORS
+from genserve.server.error_formats import OPENAI_ERRORS
 from genserve.server.http.request_body import Items, TolerantBody
 from genserve.server.route import Router, rules
 from genserve.server.services import SharedServices

@@ -34,7 +34,7 @@ from genserve.repository.encoder_model import EncoderModel
 from genserve.request_context import current_request
 from genserve.sampling.logits_array import FloatArray
 from genserve.server.dialects.generation_handler import AnswerResponse
-from genserve.server.error_responses import renamed
+from genserve.server.error_formats import renamed
 from genserve.server.http.offload import offload_if_large
 from genserve.server.http.sse_response import while_connected
 from genserve.server.services import Services

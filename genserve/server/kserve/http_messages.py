@@ -13,7 +13,8 @@ from starlette.types import Receive, Scope, Send
 from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import InferenceRequest, InferenceServer, Parameter
 from genserve.request_context import current_request
-from genserve.server.error_responses import error_headers, kserve_error, kserve_status
+from genserve.server.error_formats import error_headers, kserve_error
+from genserve.server.error_statuses import kserve_status
 from genserve.server.http.connection_errors import raise_connection_error
 from genserve.server.http.offload import offload_if_large
 from genserve.server.http.request_body import check_content_encoding

@@ -14,7 +14,8 @@ from genserve.errors import GenserveError, InferenceError, Overloaded, Status
 from genserve.inference import Inference, InferenceResponse
 from genserve.repository.model_versions import ModelVersion
 from genserve.request_context import current_request
-from genserve.server.error_responses import as_genserve_error, kserve_error, kserve_status
+from genserve.server.error_formats import kserve_error
+from genserve.server.error_statuses import as_genserve_error, kserve_status
 from genserve.server.http.offload import COST_PER_OBJECT_BYTE, offload_if_large, write_cost
 from genserve.server.http.sse_response import PING, PING_S
 from genserve.server.kserve.generate_extension import event_of, generated, read_generate_body

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from genserve.errors import GenserveError, InferenceError, Status
 from genserve.request_context import MAY_FAIL, VERBOSE, RequestContext
 from genserve.server.access.access_control import HEALTH, INFERENCE, METADATA, PROBE, Part, Rights
-from genserve.server.error_responses import as_genserve_error
+from genserve.server.error_statuses import as_genserve_error
 from genserve.server.http.sse_response import ClientLeft
 from genserve.server.kserve import administration as admin
 from genserve.server.kserve import inference

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from genserve.errors import ModelFailed
 from genserve.log import AUDIT, quoted
 from genserve.request_context import CURRENT_REQUEST, RequestContext
-from genserve.server.error_responses import error_code
+from genserve.server.error_statuses import error_code
 from genserve.server.http.sse_response import ClientLeft
 from genserve.server.observe.request_spans import RequestSpan, RequestSpans
 

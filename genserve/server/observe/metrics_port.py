@@ -26,7 +26,8 @@ from genserve.errors import GenserveError
 from genserve.log import quoted
 from genserve.request_context import RequestContext
 from genserve.server.access.access_control import ANY_KEY, AccessControl, address_of
-from genserve.server.error_responses import error_headers, http_status
+from genserve.server.error_formats import error_headers
+from genserve.server.error_statuses import http_status
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from genserve.engine.generation_request import AnswerRecord
 from genserve.errors import GenserveError, MissingDependency
 from genserve.request_context import RequestContext
 from genserve.sampling.sampling_params import SamplingParams
-from genserve.server.error_responses import error_code
+from genserve.server.error_statuses import error_code
 from genserve.version import __version__
 
 if TYPE_CHECKING:

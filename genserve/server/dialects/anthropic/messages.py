@@ -30,7 +30,8 @@ from genserve.server.dialects.generation_handler import (
     handle_generation,
 )
 from genserve.server.dialects.timings import prompt_progress, requested_fields, timings_fields
-from genserve.server.error_responses import ErrorFormat, http_status
+from genserve.server.error_formats import ErrorFormat
+from genserve.server.error_statuses import http_status
 from genserve.server.http.sse_response import EventStream, Frames, documented, event
 from genserve.server.route import Router, rules
 from genserve.server.services import SharedServices

@@ -37,7 +37,8 @@ from genserve.server.dialects.generation_handler import (
 )
 from genserve.server.dialects.logprob_formats import NamedToken, content_scores
 from genserve.server.dialects.timings import prompt_progress, requested_fields, timings_fields
-from genserve.server.error_responses import ErrorFormat, full_message, http_status, named_as
+from genserve.server.error_formats import ErrorFormat, full_message, named_as
+from genserve.server.error_statuses import http_status
 from genserve.server.http.sse_response import PING, EventStream, Frames, documented
 from genserve.server.route import Router, rules
 from genserve.server.services import Services, SharedServices

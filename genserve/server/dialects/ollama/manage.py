@@ -46,7 +46,8 @@ from genserve.server.dialects.ollama.routes import (
     ollama_error,
     pulled_name,
 )
-from genserve.server.error_responses import as_genserve_error, renamed
+from genserve.server.error_formats import renamed
+from genserve.server.error_statuses import as_genserve_error
 from genserve.server.http.request_body import TolerantBody
 from genserve.server.http.sse_response import documented, while_connected
 from genserve.server.route import Router, rules

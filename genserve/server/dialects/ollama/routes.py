@@ -60,7 +60,8 @@ from genserve.server.dialects.ollama.body import (
     keep_alive_seconds,
 )
 from genserve.server.dialects.timings import prompt_progress, requested_fields
-from genserve.server.error_responses import ErrorFormat, full_message, http_status, kserve_status, named_as
+from genserve.server.error_formats import ErrorFormat, full_message, named_as
+from genserve.server.error_statuses import http_status, kserve_status
 from genserve.server.http.request_body import TolerantBody
 from genserve.server.http.sse_response import EventStream, Frames, documented
 from genserve.server.route import Router, rules

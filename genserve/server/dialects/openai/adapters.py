@@ -14,7 +14,7 @@ from genserve.errors import InferenceError, InvalidRequest, ModelNotFound, Model
 from genserve.repository.served_models import ServedModels
 from genserve.request_context import current_request
 from genserve.server.access.access_control import Rights
-from genserve.server.error_responses import OPENAI_ERRORS
+from genserve.server.error_formats import OPENAI_ERRORS
 from genserve.server.http.offload import run_for_long
 from genserve.server.http.request_body import TolerantBody
 from genserve.server.route import Router, rules

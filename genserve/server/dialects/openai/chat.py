@@ -37,7 +37,7 @@ from genserve.server.dialects.openai.protocol import (
     head,
     usage_fields,
 )
-from genserve.server.error_responses import OPENAI_ERRORS
+from genserve.server.error_formats import OPENAI_ERRORS
 from genserve.server.http.request_body import TolerantBody
 from genserve.server.http.sse_response import documented
 from genserve.server.route import Router, rules

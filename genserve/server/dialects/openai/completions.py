@@ -25,7 +25,7 @@ from genserve.server.dialects.decoding_fields import parameter
 from genserve.server.dialects.generation_handler import AnswerResponse, SubmittedRequest, handle_generation
 from genserve.server.dialects.logprob_formats import CompletionLogprobs, prompt_logprobs
 from genserve.server.dialects.openai.protocol import OpenAIBody, OpenAIFrames, choose, head, usage_fields
-from genserve.server.error_responses import OPENAI_ERRORS
+from genserve.server.error_formats import OPENAI_ERRORS
 from genserve.server.http.request_body import Items
 from genserve.server.http.sse_response import documented
 from genserve.server.route import Router, rules

@@ -15,7 +15,7 @@ from genserve.sampling.logits_array import FloatArray
 from genserve.server.access.access_control import INFERENCE
 from genserve.server.dialects.openai.completions import Texts
 from genserve.server.dialects.vectors import Text, encode, prompt_of, require_vectors, written
-from genserve.server.error_responses import OPENAI_ERRORS
+from genserve.server.error_formats import OPENAI_ERRORS
 from genserve.server.http.request_body import TolerantBody
 from genserve.server.route import Router, rules
 from genserve.server.services import SharedServices

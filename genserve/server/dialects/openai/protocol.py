@@ -30,7 +30,7 @@ from genserve.sampling.sampling_params import (
 from genserve.server.dialects.decoding_fields import COMMON, DecodingFields, Texts, parameter
 from genserve.server.dialects.generation_handler import SubmittedRequest
 from genserve.server.dialects.timings import prompt_progress, requested_fields, timings_fields
-from genserve.server.error_responses import openai_error
+from genserve.server.error_formats import openai_error
 from genserve.server.http.request_body import Items, TolerantBody
 from genserve.server.http.sse_response import Frames, event
 

@@ -19,7 +19,7 @@ from genserve.server.dialects.openai.response_output import ItemStatus, OutputIt
 from genserve.server.dialects.openai.response_store import ResponseStore
 from genserve.server.dialects.openai.responses_body import ResponseRequest, ResponsesBody
 from genserve.server.dialects.timings import prompt_progress, requested_fields, timings_fields
-from genserve.server.error_responses import OPENAI_ERRORS, openai_error
+from genserve.server.error_formats import OPENAI_ERRORS, openai_error
 from genserve.server.http.sse_response import Frames, documented
 from genserve.server.route import Router, rules
 from genserve.server.services import SharedServices

@@ -14,7 +14,8 @@ from genserve.errors import GenserveError
 from genserve.inference import InferenceResponse
 from genserve.redaction import redacted_error
 from genserve.request_context import RequestContext, current_request
-from genserve.server.error_responses import as_genserve_error, message_of
+from genserve.server.error_formats import message_of
+from genserve.server.error_statuses import as_genserve_error
 from genserve.server.kserve.grpc.infer_messages import GrpcRequest, empty_response, write_response
 from genserve.server.kserve.grpc.rpc_method import MalformedMessage, status_code
 from genserve.server.kserve.running_inference import RunningInference

@@ -27,7 +27,7 @@ from genserve.redaction import redacted_error
 from genserve.request_context import CURRENT_REQUEST, NO_KEY, VERBOSE, RequestContext
 from genserve.server.access.access_control import ANY_KEY, PROBE, Rights
 from genserve.server.access.key_ring import CURRENT_KEY
-from genserve.server.error_responses import as_genserve_error, grpc_status
+from genserve.server.error_statuses import as_genserve_error, grpc_status
 from genserve.server.observe.access_log import is_verbose, level_of, log_request
 from genserve.server.observe.request_spans import RequestSpan, RequestSpans
 
