@@ -9,6 +9,7 @@ curl -fsSN "$url/v1/chat/completions" -H 'Content-Type: application/json' -d '{
 }'
 
 curl -fsS "$url/v1/chat/completions" -H 'Content-Type: application/json' -d '{
+  "temperature": 0,
   "messages": [{"role": "user", "content": "Is Paris in France?"}],
   "structured_outputs": {"choice": ["yes", "no"]}
 }'
