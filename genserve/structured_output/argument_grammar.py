@@ -239,7 +239,7 @@ class _LiteralRules:
             return f"{key} {assign}"
         if name is None:
             return f'{self._grammar.terminal(_JSON_TEXT)} {assign}'
-        return f"({json.dumps(json.dumps(name))} | {json.dumps(repr(name))}) {assign}"
+        return f"({json.dumps(json.dumps(name, ensure_ascii=False))} | {json.dumps(repr(name))}) {assign}"
 
     def _members(self, shape: Mapping[str, Any], key: Callable[[str | None], str], *, depth: int) -> str:
         """Return what matches the members of an object, of which each but the first follows a separator."""

@@ -145,22 +145,27 @@ class LiteralReader:
             return self._close(text, start)
         quote = self._quote_at(text, start)
         if quote:
-            end = text.find(quote, start + len(quote))
-            if end < 0:
-                raise Cut
-            key, start = text[start + len(quote) : end], end + len(quote)
+            key, start = self._quoted(text, start, quote)
         else:
             found = _BARE_KEYS[self._syntax.has_escapes].match(text, start)
             if found is None:
                 return self._finish(start)
-            key, start = found[0].rstrip(), found.end()
+            key, start = json.dumps(found[0].rstrip(), ensure_ascii=False), found.end()
         start = past_space(text, start)
         if text[start] not in ":=":
             return self._finish(at)
         self._separate()
-        self._written.append(f"{json.dumps(key, ensure_ascii=False)}: ")
+        self._written.append(f"{key}: ")
         self._step = self._read_value
         return start + 1
+
+    def _quoted(self, text: str, at: int, quote: str) -> tuple[str, int]:
+        """Return the JSON of a key in quotes, and where the key ends; raises Cut."""
+        reader, at = LiteralReader(self._syntax), at + len(quote)
+        reader._quote, reader._step = quote, reader._read_text
+        while reader._step == reader._read_text:
+            at = reader._step(text, at)
+        return '"' + "".join(reader._written), at
 
     def _read_item(self, text: str, at: int) -> int:
         at = past_space(text, at)

@@ -41,6 +41,7 @@ def read(syntax, text: str, *, most: int = 1000) -> tuple[str, str]:
         (LFM, 'a="x\\"\\n\\u00e9\\x41", b=\'it\\\'s "so"\')', {"a": 'x"\n\u00e9A', "b": 'it\'s "so"'}),
         (LFM, "a=[True, False, None, -1.5e3], b={'c': {\"d\": true}})",
          {"a": [True, False, None, -1500.0], "b": {"c": {"d": True}}}),
+        (LFM, r"""a={"gr\u00f6\\\"e": 1, 'it\'s': 2})""", {"a": {'gr\u00f6\\"e': 1, "it's": 2}}),
         (LFM, "a='line\nline', b=[])", {"a": "line\nline", "b": []}),
         (LFM, r"a='\d+\\', b='\U0001F600')", {"a": "\\d+\\", "b": "\N{GRINNING FACE}"}),
     ],
@@ -59,7 +60,7 @@ def test_arguments_that_do_not_follow_the_syntax_end(text):
 
 @pytest.mark.parametrize("syntax", [GEMMA, LFM])
 def test_what_is_written_is_read(syntax):
-    value = {"b": "x\ny", "a": {"d": [1, "z", None, True], "c": {}}, "e": 0.5}
+    value = {"b": "x\ny", "f": {"gr\u00f6\u00dfe": 1}, "a": {"d": [1, "z", None, True], "c": {}}, "e": 0.5}
     written, rest = read(syntax, syntax.written(json.dumps(value)) + ("}" if syntax is GEMMA else ")"))
     assert json.loads(written) == value
     assert len(rest) == 1
