@@ -211,9 +211,7 @@ class LLM:
         num_choices, wants_logprobs = max(n, params.best_of), params.logprobs
         params = replace(params, logprobs=True) if num_choices > n else params
         # Every prompt is validated before the first one runs.
-        requests = [
-            self._model.prepare_choices(prompt, params, num_choices=num_choices) for prompt in prompts
-        ]
+        requests = [self._model.prepare(prompt, params, num_choices=num_choices) for prompt in prompts]
         with ExitStack() as stack:
             streams = [
                 stack.enter_context(self._stream(request, is_alone=False)) for request in requests
@@ -242,7 +240,8 @@ class LLM:
             raise _closed() from None
 
     def _tool_parser(self, request: GenerationRequest) -> MessageParser | None:
-        parser = self._model.message_parser(request.prompt, request.params, begun=request.begins_reasoning)
+        builder, begun = self._model.builder, request.begins_reasoning
+        parser = builder.message_parser(request.prompt, request.params, begun=begun)
         return None if parser is None else parser.without_reasoning()
 
     def __enter__(self) -> Self:

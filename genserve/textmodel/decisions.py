@@ -204,7 +204,7 @@ def prepare_read(
     params: SamplingParams | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> Read:
-    """Return the requests that answer a question. Takes time as `TextModel.prepare_choices` does.
+    """Return the requests that answer a question. Takes time as `TextModel.prepare` does.
 
     The prompts of questions about one state begin with the state, so that the prefix cache has it after the
     first of them.

@@ -55,7 +55,7 @@ class InputProcessor:
         arrived_s: float | None = None,
         return_progress: bool = False,
     ) -> GenerationRequest:
-        """Return the request for some choices; see `TextModel.prepare_choices`."""
+        """Return the request for some choices; see `TextModel.prepare`."""
         if adapter is not None and self._adapters is not None:
             self._adapters.get(adapter)
         params = with_model_defaults(params, self._defaults)

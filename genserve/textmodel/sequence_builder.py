@@ -194,7 +194,13 @@ class SequenceBuilder:
         )
 
     def message_parser(self, prompt: Prompt, params: SamplingParams, *, begun: bool) -> MessageParser | None:
-        """Return a parser of one answer; see `TextModel.message_parser`."""
+        """Return a parser of one answer to a request; None: all of the text is content.
+
+        Args:
+            prompt: the prompt; a chat may have tools.
+            params: the sampling parameters; they decide whether the answer has a required structure.
+            begun: whether the prompt begins the reasoning, see `GenerationRequest.begins_reasoning`.
+        """
         if self._harmony is not None and _has_messages(prompt, params):
             assert isinstance(prompt, Chat)
             return HarmonyParser(self._harmony, tools={tool.name for tool in prompt.callable_tools})

@@ -20,7 +20,6 @@ from genserve.engine.text_engine import TextEngine
 from genserve.errors import Closed, InvalidRequest, ModelFailed
 from genserve.prompt import Chat, Prompt, Reasoning
 from genserve.sampling.sampling_params import SamplingParams
-from genserve.text.message_parser import MessageParser
 from genserve.text.tokenizer import Tokenizer
 from genserve.textmodel.adapters import AdapterInfo, Adapters
 from genserve.textmodel.calibration import Calibration, calibrated_model
@@ -181,33 +180,12 @@ class TextModel:
         prompt: Prompt,
         params: SamplingParams,
         *,
+        num_choices: int = 1,
         adapter: str | None = None,
         arrived_s: float | None = None,
         return_progress: bool = False,
     ) -> GenerationRequest:
-        """Return the request for one answer to a prompt; see `prepare_choices`."""
-        if params.best_of > 1:
-            raise InvalidRequest("best_of cannot be streamed", field="best_of")
-        return self.prepare_choices(
-            prompt,
-            params,
-            num_choices=1,
-            adapter=adapter,
-            arrived_s=arrived_s,
-            return_progress=return_progress,
-        )
-
-    def prepare_choices(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        num_choices: int,
-        adapter: str | None = None,
-        arrived_s: float | None = None,
-        return_progress: bool = False,
-    ) -> GenerationRequest:
-        """Return the request for several answers to a prompt, ready to submit to `engine`.
+        """Return the request for the answers to a prompt, ready to submit to `engine`.
 
         Takes time in proportion to the prompt: keep it off an event loop. With a seed, choice i has the
         seed plus i.
@@ -215,7 +193,7 @@ class TextModel:
         Args:
             prompt: text, token ids or a chat.
             params: the sampling parameters; where one is not stated, the model's default holds.
-            num_choices: how many answers the prompt gets.
+            num_choices: how many answers the prompt gets; at least `params.best_of`.
             adapter: the name of the adapter that answers; None: that of this model, or the model itself.
             arrived_s: the time at which `max_time_ms` begins, by the clock of `engine`; None: now.
             return_progress: see `GenerationRequest`.
@@ -228,6 +206,8 @@ class TextModel:
             ModelFailed: the chat template or the tokenizer failed.
             ModelNotFound: there is no such adapter.
         """
+        if params.best_of > num_choices:
+            raise InvalidRequest("best_of cannot be streamed", field="best_of")
         return self.inputs.process(
             prompt,
             params,
@@ -278,18 +258,8 @@ class TextModel:
         assert usage.receipt is not None
         return usage.receipt
 
-    def message_parser(self, prompt: Prompt, params: SamplingParams, *, begun: bool) -> MessageParser | None:
-        """Return a parser of one answer to a request; None: all of the text is content.
-
-        Args:
-            prompt: the prompt; a chat may have tools.
-            params: the sampling parameters; they decide whether the answer has a required structure.
-            begun: whether the prompt begins the reasoning, see `GenerationRequest.begins_reasoning`.
-        """
-        return self.builder.message_parser(prompt, params, begun=begun)
-
     def encode(self, prompt: Prompt, *, add_special_tokens: bool | None = None) -> Sequence[int]:
-        """Return the token ids of a prompt; takes time as `prepare_choices` does, and raises its errors.
+        """Return the token ids of a prompt; takes time as `prepare` does, and raises its errors.
 
         `add_special_tokens`: see `SamplingParams`.
         """

@@ -134,7 +134,7 @@ def test_a_client_of_a_model_that_calls_the_text_model_frees_the_place(
 def test_a_client_that_leaves_during_the_preparation_frees_its_reservation(
     live: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare = live.model.prepare_choices
+    prepare = live.model.prepare
     engine = live.model.engine
 
     def slow(*args, **options):
@@ -142,7 +142,7 @@ def test_a_client_that_leaves_during_the_preparation_frees_its_reservation(
             time.sleep(0.001)
         return prepare(*args, **options)
 
-    monkeypatch.setattr(live.model, "prepare_choices", slow)
+    monkeypatch.setattr(live.model, "prepare", slow)
     ledger = RequestLedger(live)
     for face in FACES:
         connection = send(live, face, stream=True)

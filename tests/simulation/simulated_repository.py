@@ -79,7 +79,7 @@ class SimulatedTextModel(TextModel):
         self._workers: Any = ThreadPoolExecutor(2, f"prepare-{name}")
         self._compilers: Any = ThreadPoolExecutor(2, f"compile-{name}")
 
-    def prepare_choices(
+    def prepare(
         self,
         prompt: Any,
         params: Any,
@@ -92,9 +92,6 @@ class SimulatedTextModel(TextModel):
         request: TextRequest = prompt
         now_s = self.engine.now_s if arrived_s is None else arrived_s
         return request.generation_request(params=params, arrived_s=now_s)
-
-    def message_parser(self, prompt: Any, params: Any, *, begun: bool) -> None:
-        """None: all text is content."""
 
 
 class TextRuntime:

@@ -602,7 +602,7 @@ def test_every_end_of_a_request_gives_its_adapter_back(
     engine.drain(timeout_s=60)
     assert (len(given), known._slots[info].users) == (1, [])
     params = SamplingParams(max_tokens=100, ignore_eos=True)
-    request = model.prepare_choices("hello", params, num_choices=3, adapter="a")
+    request = model.prepare("hello", params, num_choices=3, adapter="a")
     with DeltaStream(engine, request) as stream:  # cancelled, unless it ends sooner
         next(stream)
     engine.drain(timeout_s=60)
@@ -627,7 +627,7 @@ def test_all_choices_have_the_adapter_that_the_first_one_has(
 
     monkeypatch.setattr(known, "acquire", replaced)
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-    request = model.prepare_choices("hello there, " * 8, params, num_choices=2, adapter="a")
+    request = model.prepare("hello there, " * 8, params, num_choices=2, adapter="a")
     answers: tuple[list[int], list[int]] = ([], [])
     with DeltaStream(model.engine, request) as stream:
         for delta in stream:

@@ -70,7 +70,7 @@ def models(tiny_repository, tmp_path_factory):
 
 def request(model, prompt, params, *, received=(), num_choices=1):
     """Return a request; `received` has the tokens of each answer that the caller has."""
-    made = model.prepare_choices(prompt, params, num_choices=num_choices)
+    made = model.prepare(prompt, params, num_choices=num_choices)
     return made.rest(elapsed_s=0.0, received=received)
 
 

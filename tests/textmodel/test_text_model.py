@@ -122,7 +122,7 @@ def test_truncation_on_the_left_keeps_the_bos_token(ensemble, monkeypatch):
 def test_the_deadline_of_all_choices_begins_when_the_request_arrives(ensemble):
     params = SamplingParams(max_time_ms=1500)
     sequences = ensemble.builder.sequences(
-        ensemble.prepare_choices("x", params, num_choices=2, arrived_s=7.0)
+        ensemble.prepare("x", params, num_choices=2, arrived_s=7.0)
     )
     assert [sequence.deadline_s for sequence in sequences] == [8.5, 8.5]
     before_s = ensemble.engine.now_s
@@ -140,7 +140,7 @@ def test_bad_words_are_spelled_once_for_all_choices_of_a_request(ensemble, monke
         return encode(text, **options)
 
     monkeypatch.setattr(ensemble.tokenizer, "encode", noted)
-    request = ensemble.prepare_choices([7, 8], SamplingParams(bad_words=("you",)), num_choices=3)
+    request = ensemble.prepare([7, 8], SamplingParams(bad_words=("you",)), num_choices=3)
     sequences = ensemble.builder.sequences(request)
     assert encoded == ["you", " you"]
     for sequence in sequences:

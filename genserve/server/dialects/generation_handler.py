@@ -98,7 +98,7 @@ class SubmittedRequest:
     def message_parser(self) -> MessageParser | None:
         """Return a parser of one answer; None: all of the text is content."""
         begun = self.stream.requests[0].begins_reasoning
-        return self.model.message_parser(self.prompt, self.params, begun=begun)
+        return self.model.builder.message_parser(self.prompt, self.params, begun=begun)
 
     def detokenizer(self, *, prompt: int = 0) -> Detokenizer:
         """Return a fresh detokenizer of one answer to the prompt with this index, for its tokens' texts."""
@@ -321,7 +321,7 @@ async def submit(
 
     Raises:
         InvalidRequest: it has more choices than may run and wait; otherwise, see
-            `TextModel.prepare_choices`. With several prompts, `field` names the prompt.
+            `TextModel.prepare`. With several prompts, `field` names the prompt.
         GenserveError: see `ServedModels.text_model`, `TextEngine.reserve`, `TextEngine.submit`.
     """
     services.check_running()
@@ -401,7 +401,7 @@ def _open(
     requests: list[GenerationRequest] = []
     for index, prompt in enumerate(prompts):
         try:
-            request = model.prepare_choices(
+            request = model.prepare(
                 prompt,
                 params,
                 num_choices=num_choices,

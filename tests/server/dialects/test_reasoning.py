@@ -119,8 +119,8 @@ def test_reasoning_stays_in_the_content_with_separate_reasoning_false(http):
     "options", [{"structured_outputs": {"json_object": True}}, {"output_parser": {"name": "hide"}}]
 )
 def test_structured_and_parsed_answers_have_no_reasoning(thinker, options):
-    assert thinker.model.message_parser("hello", sampling_params({}), begun=True) is not None
-    assert thinker.model.message_parser("hello", sampling_params(options), begun=True) is None
+    assert thinker.model.builder.message_parser("hello", sampling_params({}), begun=True) is not None
+    assert thinker.model.builder.message_parser("hello", sampling_params(options), begun=True) is None
 
 
 def test_the_python_client_has_the_whole_text(thinker):
