@@ -378,7 +378,7 @@ _OF_PYDANTIC = (
     (re.compile(r"^Input should be less than or equal to "), "must be at most "),
     (re.compile(r"^Input should be a valid "), "must be a "),
     (re.compile(r"^Input should be "), "must be "),
-    (re.compile(r"^(String|List|Tuple|Set|Dictionary) should "), "must "),
+    (re.compile(r"^(String|List|Tuple|Set|Dictionary) should (.*?)( after validation.*)?$"), r"must \2"),
 )
 
 

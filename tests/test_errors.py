@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+from typing import Annotated
+
 import pytest
+from pydantic import Field, TypeAdapter, ValidationError
 
 from genserve.errors import (
     Closed,
@@ -13,6 +16,7 @@ from genserve.errors import (
     closest,
     status_of,
     suggestion,
+    validation_message,
 )
 
 
@@ -52,3 +56,9 @@ def test_the_remedy_for_an_unknown_name_is_the_nearest_or_the_list() -> None:
 def test_a_name_that_resembles_none_has_no_closest() -> None:
     assert closest("smolm2", known=["smollm2", "qwen"]) == "smollm2"
     assert closest("tea", known=["smollm2", "qwen"]) is None
+
+
+def test_a_list_of_a_wrong_length_is_described_without_words_of_pydantic() -> None:
+    with pytest.raises(ValidationError) as raised:
+        TypeAdapter(Annotated[list[int], Field(min_length=1)]).validate_python([])
+    assert validation_message(raised.value.errors()[0]) == "must have at least 1 item"
