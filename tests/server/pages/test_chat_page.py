@@ -223,6 +223,8 @@ def test_an_answer_is_stopped_and_continued(chat, echo, monkeypatch):
         expect(chat.button("Send")).to_be_visible()
     stopped = chat.answer.locator(".markdown").inner_text()
     assert 4 <= len(stopped) < 70
+    num_tokens = round((70 + len(stopped)) / 4)
+    expect(chat.page.locator(".context")).to_contain_text(f"{num_tokens} of 256 tokens")
     chat.button("Continue").click()
     chat.wait_for_answer()
     expect(chat.answer.locator(".markdown")).to_have_text("0123456789" * 7)

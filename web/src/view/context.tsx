@@ -70,10 +70,12 @@ function contextLength(): number | undefined {
   return entryOf(conversation.value)?.max_model_len;
 }
 
-/** How many tokens the last answer and all before it had. */
+/** How many tokens the messages have; those after the last whole answer, such as a stopped one, are estimated. */
 function usedTokens(messages: Message[]): number {
-  const stats = messages.findLast(isCounted)?.stats;
-  return stats ? (stats.promptTokens ?? 0) + stats.completionTokens : 0;
+  const at = messages.findLastIndex(isCounted);
+  const { promptTokens = 0, completionTokens = 0 } = messages[at]?.stats ?? {};
+  const numBehind = Math.round(numChars(messages.slice(at + 1)) / USUAL_CHARS_PER_TOKEN);
+  return promptTokens + completionTokens + numBehind;
 }
 
 function isCounted({ stats }: Message): boolean {
