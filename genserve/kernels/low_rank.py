@@ -10,7 +10,8 @@ import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,48 +127,95 @@ class PackedLayer:
         return self.down, self.factors, self.up, self.groups
 
 
-def pack_layer(shape: LinearShape, parts: Sequence[LowRankPart]) -> PackedLayer:
-    """Pack the parts of an adapter that change one layer; their outputs do not overlap."""
-    starts = [0]
-    for part in parts:
-        starts.append(starts[-1] + -(-len(part.down) // _RANKS) * _RANKS)
-    rank = -(-starts[-1] // _LANES) * _LANES if shape.in_int8 else starts[-1]
-    multiple = _INPUTS if shape.in_int8 else _LANES
-    down = np.zeros((rank, -(-shape.in_features // multiple) * multiple), np.float32)
-    up = np.zeros((shape.out_features + 1, rank), np.float32)  # with a row for padding
-    ranges = np.zeros((shape.out_features + 1, 2), np.int64)  # the ranks that change an output
-    for part, start, end in zip(parts, starts, starts[1:], strict=False):
-        outputs = slice(part.first, part.first + len(part.up))
-        down[start : start + len(part.down), : shape.in_features] = part.down
-        up[outputs, start : start + part.up.shape[1]] = part.up
-        ranges[outputs] = start, end
-    factors = np.ones(rank, np.float32)
-    if shape.in_int8:
-        factors = _divide_by_largest(up, axis=0) * _divide_by_largest(down, axis=1) / np.float32(_MOST)
-    groups_of_outputs = shape.groups()
-    changed = ranges[groups_of_outputs]  # [groups, 16, 2]
-    begin = np.where(changed[..., 1] > 0, changed[..., 0], rank).min(axis=1)
-    end = changed[..., 1].max(axis=1)
+class _Layout(NamedTuple):
+    """Where the numbers of some parts are in a packed layer; a line has 16 outputs of one or four ranks."""
+
+    rank: int
+    ranks: Sequence[slice]  # of each part
+    groups: NDArray[Any]  # without their scales
+    outputs: NDArray[np.int64]  # of each group, [groups, 16]
+    num_lines: int
+    # For groups that have the same ranks: their outputs [n, 16], these ranks in lines, and their lines.
+    blocks: Sequence[tuple[NDArray[np.int64], slice, NDArray[np.int64]]]
+
+
+@lru_cache(maxsize=64)
+def _layout(shape: LinearShape, parts: Sequence[tuple[int, int, int]]) -> _Layout:
+    """Lay out parts, of which each is its first output, the number of its outputs, and its rank."""
+    changed = np.zeros((shape.out_features + 1, 2), np.int64)  # the ranks that change an output
+    ranks = []
+    start = 0
+    for first_output, num_outputs, rank_of_part in parts:
+        ranks.append(slice(start, start + rank_of_part))
+        end = start + -(-rank_of_part // _RANKS) * _RANKS
+        changed[first_output : first_output + num_outputs] = start, end
+        start = end
+    rank = -(-start // _LANES) * _LANES if shape.in_int8 else start
+    outputs = shape.groups()
+    of_groups = changed[outputs]  # [groups, 16, 2]
+    begin = np.where(of_groups[..., 1] > 0, of_groups[..., 0], rank).min(axis=1)
+    end = of_groups[..., 1].max(axis=1)
     begin = np.minimum(begin, end)
     ranks_of_line = _RANKS if shape.in_int8 else 1
-    counts = (end - begin) // ranks_of_line
-    first = np.concatenate([[0], np.cumsum(counts)])
-    lines = np.zeros((first[-1], _LANES, ranks_of_line), np.float32)
-    groups = np.ones(len(counts), _GROUP)
+    first = np.concatenate([[0], np.cumsum((end - begin) // ranks_of_line)])
+    groups = np.ones(len(outputs), _GROUP)
     groups["first"], groups["begin"], groups["end"] = first[:-1], begin, end
+    blocks = []
     for start, stop in {*zip(begin.tolist(), end.tolist(), strict=True)}:
         chosen = np.flatnonzero((begin == start) & (end == stop))
-        own = up[groups_of_outputs[chosen]][:, :, start:stop]
-        if shape.in_int8 and stop > start:
-            groups["scale"][chosen] = _divide_by_largest(own, axis=(1, 2)) / np.float32(_MOST)
-        own = own.reshape(len(chosen), _LANES, -1, ranks_of_line)
-        where = first[chosen][:, None] + np.arange(own.shape[2])
-        lines[where] = own.transpose(0, 2, 1, 3)
+        of_block = slice(start // ranks_of_line, stop // ranks_of_line)
+        lines = first[chosen][:, None] + np.arange(of_block.stop - of_block.start)
+        blocks.append((outputs[chosen], of_block, lines))
+    return _Layout(rank, ranks, groups, outputs, int(first[-1]), blocks)
+
+
+def pack_layer(shape: LinearShape, parts: Sequence[LowRankPart]) -> PackedLayer:
+    """Pack the parts of an adapter that change one layer; their outputs do not overlap."""
+    layout = _layout(shape, tuple((part.first, *part.up.shape) for part in parts))
+    rank, groups = layout.rank, layout.groups.copy()
+    multiple = _INPUTS if shape.in_int8 else _LANES
+    dtype, zero = (np.uint8, _OFFSET) if shape.in_int8 else (np.float32, 0)
+    down = np.full((rank, -(-shape.in_features // multiple) * multiple), zero, dtype)
+    up = np.full((rank, shape.out_features + 1), zero, dtype)  # with a column for padding
+    factors = np.ones(rank, np.float32)
+    # Transposed, since numpy is slow with rows that are as short as ranks.
+    ups = [part.up.T.copy() for part in parts]
+    if shape.in_int8:
+        largest = np.zeros(shape.out_features + 1, np.float32)  # of each output, then of its group
+        for part, ranks, own in zip(parts, layout.ranks, ups, strict=True):
+            of_up = _divide_by_largest(own)
+            own_down = part.down.copy()
+            factors[ranks] = of_up * _divide_by_largest(own_down) / np.float32(_MOST)
+            down[ranks, : shape.in_features] = _in_int8(own_down)
+            largest[part.first : part.first + own.shape[1]] = np.abs(own).max(axis=0)
+        of_groups = largest[layout.outputs].max(axis=1)
+        of_groups[of_groups == 0] = 1
+        largest[layout.outputs] = of_groups[:, None]
+        groups["scale"] = of_groups / np.float32(_MOST)
+    for part, ranks, own in zip(parts, layout.ranks, ups, strict=True):
+        outputs = slice(part.first, part.first + own.shape[1])
+        if shape.in_int8:
+            own /= largest[outputs]
+            up[ranks, outputs] = _in_int8(own)
+        else:
+            down[ranks, : shape.in_features], up[ranks, outputs] = part.down, own
     if not shape.in_int8:
+        lines = _lines(up.T, layout)[..., None]
         blocks = down.reshape(rank // _RANKS, _RANKS, -1, _LANES).transpose(0, 2, 1, 3)
         return PackedLayer(np.ascontiguousarray(blocks), factors, lines, groups)
-    blocks = down.reshape(rank // _LANES, _LANES, -1, _RANKS).transpose(0, 2, 1, 3)
-    return PackedLayer(_in_int8(blocks), factors, _in_int8(lines), groups)
+    # Four bytes that stay together are moved as one number.
+    fours = np.ascontiguousarray(up.reshape(rank // _RANKS, _RANKS, -1).transpose(2, 0, 1))
+    lines = _lines(fours.view(np.uint32)[..., 0], layout)[..., None].view(np.uint8)
+    of_inputs = down.view(np.uint32).reshape(rank // _LANES, _LANES, -1).transpose(0, 2, 1)
+    return PackedLayer(of_inputs.copy()[..., None].view(np.uint8), factors, lines, groups)
+
+
+def _lines(up: NDArray[Any], layout: _Layout) -> NDArray[Any]:
+    """Return the lines [num_lines, 16] of a matrix [outputs, ranks in lines]."""
+    lines = np.empty((layout.num_lines, _LANES), up.dtype)
+    for outputs, ranks, where in layout.blocks:
+        lines[where] = up[:, ranks][outputs].transpose(0, 2, 1)
+    return lines
 
 
 class PackedAdapter:
@@ -259,18 +307,20 @@ class LayerNames:
             use_adapters(None)
 
 
-def _divide_by_largest(values: NDArray[np.float32], *, axis: int | tuple[int, ...]) -> NDArray[np.float32]:
-    """Divide in place by the largest magnitudes along some axes, and return these; 1 in place of zeros."""
-    largest = np.abs(values).max(axis=axis, keepdims=True)
+def _divide_by_largest(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Divide rows in place by their largest magnitudes, and return these; 1 in place of zeros."""
+    largest: NDArray[np.float32] = np.abs(values).max(axis=1)
     largest[largest == 0] = 1
-    values /= largest
-    squeezed: NDArray[np.float32] = np.squeeze(largest, axis)
-    return squeezed
+    values /= largest[:, None]
+    return largest
 
 
 def _in_int8(values: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Return values between -1 and 1 as `dot()` of the kernels reads them, C-contiguous."""
-    return np.ascontiguousarray(np.rint(values * _MOST) + _OFFSET, np.uint8)
+    """Return values between -1 and 1 as `dot()` of the kernels reads them; changes them in place."""
+    values *= _MOST
+    np.rint(values, out=values)
+    values += _OFFSET
+    return values.astype(np.uint8)
 
 
 def _padded(values: NDArray[np.int64], multiple: int, *, fill: int) -> NDArray[np.int64]:
