@@ -45,6 +45,11 @@ class ModelEntry:
         """The versions that have a folder, ascending; see `version_folders`."""
         return tuple(version_folders(self.path))
 
+    @property
+    def highest_version(self) -> Path:
+        """The folder of the highest version; of version 1, which does not exist, if there is none."""
+        return self.path / str(max(self.versions, default=1))
+
     def latest_version(self) -> Path:
         """Return the folder of `wanted_version`, or of the highest version that the policy serves.
 

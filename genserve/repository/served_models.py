@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from genserve.batching.rate_limiter import RateLimiter
-from genserve.config.model_config import EnsembleStep, ModelConfig
 from genserve.errors import (
     SEE_LOG,
     Closed,
@@ -17,13 +15,11 @@ from genserve.errors import (
     InferenceError,
     ModelNotFound,
     ModelNotReady,
-    RepositoryError,
     Status,
     closest,
 )
 from genserve.generation_metrics import Metrics
 from genserve.inference import Inference
-from genserve.repository.encoder_model import EncoderModel, encoder_model
 from genserve.repository.index import ModelEntry
 from genserve.repository.model_lifecycle import ModelLifecycle
 from genserve.repository.model_loader import ModelLoader
@@ -31,10 +27,9 @@ from genserve.repository.model_versions import UNLOADED, IndexEntry, ModelState,
 from genserve.repository.on_demand import LoadedModel, OnDemandModels
 from genserve.repository.options import RepositoryOptions
 from genserve.repository.response_cache import ResponseCache
+from genserve.repository.served_encoders import MAX_SHOWN, ServedEncoders
 from genserve.repository.text_stages import TextStages, stage_owners
 from genserve.textmodel.text_model import TextModel
-
-_MAX_SHOWN = 128    # characters of an unknown name in an error: a client may send any text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,23 +59,6 @@ class ListedModel:
             return 0
         cache_bytes = 0 if self.base is not None else self.model.kv_cache_bytes     # its base has it
         return self.model.weights_bytes + cache_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListedEncoder:
-    """A model of vectors or scores that requests may name.
-
-    Attributes:
-        model: the model, loaded or not.
-        is_ready: whether it answers.
-        loaded: its memory, and until when it is loaded; None: it is not loaded on demand, or not loaded.
-        weights: the folder of the version of its encoder.
-    """
-
-    model: EncoderModel
-    is_ready: bool
-    loaded: LoadedModel | None
-    weights: Path
 
 
 class ServedModels(ABC):
@@ -172,8 +150,8 @@ class ServedModels(ABC):
         loaded = {} if self.on_demand is None else {one.name: one for one in self.on_demand.loaded()}
         validator = self.lifecycle.validator
         bases = {**dict.fromkeys(validator.text_models), **validator.adapters}
-        weights = {name: _latest(stages["logits"]) for name, stages in validator.text_models.items()}
-        weights |= {name: _latest(validator.entries[name]) for name in validator.adapters}
+        weights = {name: stages["logits"].highest_version for name, stages in validator.text_models.items()}
+        weights |= {name: validator.entries[name].highest_version for name in validator.adapters}
         for model in self.adapter_models:   # also those that only a load request had
             assert model.base is not None
             assert model.adapter is not None
@@ -195,53 +173,11 @@ class ServedModels(ABC):
         return listed
 
     @property
-    def listed_encoders(self) -> list[ListedEncoder]:
-        """The models of vectors or scores that requests may name, as `listed_models` has text models."""
-        loaded = {} if self.on_demand is None else {one.name: one for one in self.on_demand.loaded()}
-        ready = {model.name for model in self.encoder_models}
-        listed: list[ListedEncoder] = []
-        for name, model in sorted(self._known_encoders().items()):
-            if (entry := self.lifecycle.entries.get(model.encoder.model_name)) is not None:
-                listed.append(
-                    ListedEncoder(
-                        model=model, is_ready=name in ready, loaded=loaded.get(name), weights=_latest(entry)
-                    )
-                )
-        return listed
-
-    def _known_encoders(self) -> dict[str, EncoderModel]:
-        """Return the models of vectors or scores that requests may name, by name."""
-        found: dict[str, EncoderModel] = {}
-        entries = {} if self.on_demand is None else self.lifecycle.entries
-
-        def config_of(step: EnsembleStep) -> ModelConfig:
-            entry = entries.get(step.model_name)
-            if entry is None or entry.config is None:
-                raise InferenceError(f"the step {step.model_name!r} cannot be read")
-            return entry.config
-
-        for name, entry in entries.items():     # also those that are not loaded
-            with suppress(InferenceError, RepositoryError):     # its load will say what is wrong
-                if entry.config and (model := encoder_model(entry.config, config_of)):
-                    found[name] = model
-        return found | {model.name: model for model in self.encoder_models}
-
-    def is_encoder_model(self, name: str) -> bool:
-        """Whether a model makes vectors or scores, also one that is not loaded but would be on demand."""
-        return name in self._known_encoders()
-
-    def only_encoder_model_name(self) -> str:
-        """Return the name of the only model of vectors or scores.
-
-        Raises:
-            ModelNotFound: there is not exactly one model.
-        """
-        known = [*self._known_encoders()]
-        if len(known) != 1:
-            number = len(known) or "no"
-            problem = f"the request names no model, and {number} models compute vectors or scores of texts"
-            raise ModelNotFound(problem, remedy=_remedy_of_encoders(known), field="model")
-        return known[0]
+    def encoders(self) -> ServedEncoders:
+        """The models of vectors or scores."""
+        return ServedEncoders(
+            self.table, self.lifecycle, on_demand=self.on_demand, not_ready=self._not_ready
+        )
 
     @property
     def served(self) -> list[ModelVersion]:
@@ -312,42 +248,6 @@ class ServedModels(ABC):
             raise ModelNotFound(f"model {name!r} does not generate text", remedy=remedy, field="model")
         raise self._not_ready(name)
 
-    @property
-    def encoder_models(self) -> list[EncoderModel]:
-        """The models that answer with vectors or scores of texts."""
-        found = (self._encoder_model(served) for served in self.table.served)
-        return [model for model in found if model is not None]
-
-    def encoder_model(self, name: str | None = None) -> EncoderModel:
-        """Return a model of vectors or scores; without a name, the only one.
-
-        Raises:
-            ModelNotFound: an unknown name, a model of another kind, or no name and not exactly one model.
-            ModelNotReady: the model is loading, or could not be loaded.
-        """
-        name = name or self.only_encoder_model_name()
-        if (served := self.table.get(name)) is not None:
-            found = self._encoder_model(served)
-            if found is not None:
-                return found
-        known = self._known_encoders()
-        remedy = _remedy_of_encoders([*known])
-        if name not in self.lifecycle.entries:
-            raise ModelNotFound(f"there is no model {name[:_MAX_SHOWN]!r}", remedy=remedy, field="model")
-        is_other = name in self.lifecycle.text_models if self.on_demand is None else name not in known
-        if self.table.get(name) is None and not is_other:
-            raise self._not_ready(name)
-        problem = f"model {name!r} computes neither vectors nor scores of texts"
-        raise ModelNotFound(problem, remedy=remedy, field="model")
-
-    def _encoder_model(self, served: ModelVersion) -> EncoderModel | None:
-        try:
-            return encoder_model(
-                served.config, lambda step: self.find(step.model_name, step.model_version).config
-            )
-        except InferenceError:  # a step is not loaded
-            return None
-
     def _not_ready(self, name: str) -> ModelNotReady:
         unloaded = IndexEntry(name=name, state=ModelState.UNAVAILABLE, reason=UNLOADED)
         last = [unloaded, *self.table.states(name)][-1]
@@ -417,21 +317,11 @@ class ServedModels(ABC):
         return served is not None and served.ready
 
 
-def _remedy_of_encoders(known: Sequence[str]) -> str:
-    if known:
-        return f"models of vectors or scores: {', '.join(known)}"
-    return "load an encoder; `genserve export --pooling last` makes one of a text model (docs/embeddings.md)"
-
-
-def _latest(entry: ModelEntry) -> Path:
-    return entry.path / str(max(entry.versions, default=1))
-
-
 def not_found(name: str, known: list[str]) -> ModelNotFound:
     """Return the error for an unknown name; `known`: the names of the models that generate text."""
     near, listed = closest(name, known=known), ", ".join(known) or "none"
     return ModelNotFound(
-        f"there is no model {name[:_MAX_SHOWN]!r}",
+        f"there is no model {name[:MAX_SHOWN]!r}",
         remedy=f"did you mean {near}?" if near else f"models that generate text: {listed}",
         field="model",
     )

@@ -189,14 +189,14 @@ class Services:
         """Return a model of vectors or scores, loaded as `text_model` loads its own.
 
         Raises:
-            ModelNotFound, ModelNotReady: see `ServedModels.encoder_model`; or it cannot be loaded on demand.
+            ModelNotFound, ModelNotReady: see `ServedEncoders.find`; or it cannot be loaded on demand.
             Overloaded: too many requests wait for it.
         """
         if self.repository.on_demand is not None:
-            name = name or self.repository.only_encoder_model_name()
-            if await self._knows(name) and self.repository.is_encoder_model(name):
+            name = name or self.repository.encoders.only_name()
+            if await self._knows(name) and name in self.repository.encoders:
                 await self.use_model(name, keep_alive_s=keep_alive_s)
-        return self.repository.encoder_model(name)
+        return self.repository.encoders.find(name)
 
     async def _knows(self, name: str) -> bool:
         """Whether the repository has a model; its folders are read again for a name that is new."""

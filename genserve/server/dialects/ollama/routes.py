@@ -37,7 +37,8 @@ from genserve.errors import (
 from genserve.prompt import Prompt, ToolCall
 from genserve.redaction import redacted_error
 from genserve.repository.on_demand import LoadedModel
-from genserve.repository.served_models import ListedEncoder, ListedModel, not_found
+from genserve.repository.served_encoders import ListedEncoder
+from genserve.repository.served_models import ListedModel, not_found
 from genserve.repository.text_stages import TextStages
 from genserve.request_context import current_request
 from genserve.sampling.sampling_params import SamplingParams, unused_parameters
@@ -155,7 +156,7 @@ async def running(services: SharedServices) -> dict[str, Any]:
 async def show(body: ModelFields, services: SharedServices) -> dict[str, Any]:
     """Describe a model; one that is not loaded, by its files."""
     name = _known(services, body.model or body.name)
-    for listed in services.repository.listed_encoders:
+    for listed in services.repository.encoders.listed():
         if listed.model.name == name:
             return await asyncio.to_thread(_described_encoder, listed)
     if services.repository.on_demand is not None:
@@ -296,7 +297,7 @@ def _shown(name: str | None) -> str:
 
 def _all_listed(services: Services, *, only_loaded: bool = False) -> list[dict[str, Any]]:
     """Return the models; with `only_loaded` those that are, their memory, and until when they are loaded."""
-    listed, encoders = services.repository.listed_models, services.repository.listed_encoders
+    listed, encoders = services.repository.listed_models, services.repository.encoders.listed()
     if not only_loaded:
         return [*map(_listed, listed), *map(_listed_encoder, encoders)]
     texts = [

@@ -17,7 +17,8 @@ from genserve.completion import Completion, Delta, FinishReason
 from genserve.errors import InvalidRequest
 from genserve.prompt import Message
 from genserve.repository.on_demand import LoadedModel
-from genserve.repository.served_models import ListedEncoder, ListedModel
+from genserve.repository.served_encoders import ListedEncoder
+from genserve.repository.served_models import ListedModel
 from genserve.request_context import current_request
 from genserve.sampling.defaults import chat_sampling_params
 from genserve.server.access.access_control import INFERENCE, METADATA
@@ -83,7 +84,7 @@ async def models(services: SharedServices) -> dict[str, Any]:
     """List the models that generate text, their adapters, and models of vectors, with Anthropic's fields."""
     repository = services.repository
     listed = [_listed(model) for model in repository.listed_models]
-    listed += [_encoder(model) for model in repository.listed_encoders]
+    listed += [_encoder(model) for model in repository.encoders.listed()]
     ends = {"first_id": listed[0]["id"], "last_id": listed[-1]["id"]} if listed else {}
     return {"object": "list", "data": listed, "has_more": False, **ends}
 
@@ -96,7 +97,7 @@ async def model(name: str, services: SharedServices) -> dict[str, Any]:
     for listed in repository.listed_models:
         if listed.name == name:
             return _listed(listed)
-    for encoder in repository.listed_encoders:
+    for encoder in repository.encoders.listed():
         if encoder.model.name == name:
             return _encoder(encoder)
     return _model(repository.text_model(name))
