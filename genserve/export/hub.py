@@ -37,12 +37,13 @@ def locate(source: str, *, allow_pickled_weights: bool = False) -> Path:
             which is downloaded first, shows that the model cannot be exported.
     """
     path = Path(source).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    if (path / "config.json").exists() or (path.is_file() and path.suffix == ".gguf"):
         return path
     if not path.exists() and HUB_NAME.fullmatch(source):
         return _download(source, allow_pickled_weights=allow_pickled_weights)
+    missing = "config.json in the folder" if path.is_dir() else "" if path.exists() else "such file or folder"
     raise ExportError(
-        f"{source!r} is not a checkpoint" + ("" if path.exists() else ": there is no such file or folder"),
+        f"{source!r} is not a checkpoint" + (f": there is no {missing}" if missing else ""),
         remedy="give a folder with config.json and *.safetensors, a .gguf file, or ORG/NAME or "
         "ORG/NAME:Q4_K_M on the hub",
     )

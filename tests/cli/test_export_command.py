@@ -74,6 +74,12 @@ def test_an_export_of_an_invalid_source_is_an_error(tmp_path: Path) -> None:
     assert result.stderr.startswith(f"error[{ExportError.code}]")
 
 
+def test_a_folder_without_a_config_is_an_error_before_packages_are_asked_for(tmp_path: Path) -> None:
+    result = invoke(["export", str(tmp_path), "--model-repository", str(tmp_path / "repository")])
+    assert "is not a checkpoint: there is no config.json in the folder" in result.error
+    assert "loading torch" not in result.stderr
+
+
 def test_the_next_command_for_an_additional_graph_is_tune(capsys: pytest.CaptureFixture[str]) -> None:
     print_report(report(Path("model_repository")), beside="int4")
     assert "next: genserve tune mine" in capsys.readouterr().out
