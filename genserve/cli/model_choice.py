@@ -104,7 +104,7 @@ def bring_model(name: str | None, *, repository: Path | None) -> tuple[Path, str
         RepositoryError: there is no such model, and it cannot be pulled.
         ExportError: the pull failed.
         MissingDependency: pulling a model from the hub needs packages that are not installed.
-        SystemExit: the user does not want the download.
+        GenserveError: the user does not want the download.
     """
     where = default_repository() if repository is None else repository
     if repository is None:
@@ -149,7 +149,9 @@ def _pull(name: str, *, repository: Path) -> None:
     if known := known_model(name):
         console.print(_about(known))
         if known.name != DEFAULT_MODEL and not _is_wanted(console):
-            raise SystemExit(1)
+            raise GenserveError(
+                f"{name} was not downloaded", remedy="`genserve models --available` lists other models"
+            )
     console.print(f"pulling {name} into {described(repository)}, once")
     try:
         if encoder := known_encoder(name):
@@ -181,9 +183,13 @@ def _is_wanted(console: Console) -> bool:
         return True
     from genserve.cli.chat.keyboard import released_keys
 
-    console.print("download it? [Y/n] ", end="")
     with released_keys():
-        return input().strip().lower() in ("", "y", "yes")
+        console.print("download it? [Y/n] ", end="")
+        try:
+            return input().strip().lower() in ("", "y", "yes")
+        except EOFError:
+            console.print()
+            return False
 
 
 def remark_on_old_default() -> None:

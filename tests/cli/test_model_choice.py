@@ -11,7 +11,7 @@ from genserve.cli.opened_models import open_model
 from genserve.errors import ExportError, GenserveError, ModelNotFound, RepositoryError
 from genserve.export import pulled_name
 from genserve.store import default_repository
-from tests.cli.terminal import Terminal
+from tests.cli.terminal import CTRL_D, ENTER, PROMPT, Terminal
 from tests.client.scripted_server import models_reply, scripted
 from tests.support.encoder_repository import encoder_repository
 
@@ -96,8 +96,23 @@ def test_on_a_terminal_a_download_is_asked_for(tmp_path: Path) -> None:
         terminal.expect("1.2 GB to download from Qwen/Qwen3-0.6B (Apache-2.0)")
         terminal.expect("download it? [Y/n]")
         terminal.type("no\n")
+        terminal.expect("error: qwen3-0.6b was not downloaded")
         assert terminal.wait() == 1
     assert not list(tmp_path.rglob("qwen3-0.6b"))
+
+
+def test_a_chat_goes_on_after_a_download_that_is_not_wanted(tmp_path: Path, tiny_repository: Path) -> None:
+    flags = ("--model-repository", str(tiny_repository))
+    with Terminal("genserve", "chat", "tiny", *flags, home=tmp_path) as terminal:
+        for answer in ("no\n", CTRL_D):
+            terminal.expect(PROMPT)
+            terminal.type("/model qwen3-0.6b" + ENTER)
+            terminal.expect("download it? [Y/n]")
+            terminal.type(answer)
+            terminal.expect("error: qwen3-0.6b was not downloaded")
+        terminal.expect(PROMPT)
+        terminal.type("/model" + ENTER)
+        terminal.expect("* tiny")
 
 
 def test_a_model_of_the_hub_is_pulled_once_and_found_by_both_its_names(store: Path, pulls: Pulls) -> None:
