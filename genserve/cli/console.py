@@ -77,9 +77,9 @@ def _full_width(table: Table, console: Console) -> int:
     return console.measure(table, options=console.options.update(max_width=sys.maxsize)).maximum
 
 
-def print_prose(text: str) -> None:
-    """Print sentences, which a terminal wraps between words."""
-    console = make_console()
+def print_prose(text: str, *, console: Console | None = None) -> None:
+    """Print sentences, wrapped between words on a terminal; by default on stdout."""
+    console = console or make_console()
     console.print(text, soft_wrap=not console.is_terminal)
 
 

@@ -141,18 +141,18 @@ def _models_by_name(repository: Path) -> dict[str, LocalModel]:
 
 def _pull(name: str, *, repository: Path) -> None:
     from genserve.backends.libraries import require_export_packages
-    from genserve.cli.console import ConsoleProgress, make_console
+    from genserve.cli.console import ConsoleProgress, make_console, print_prose
 
     console = make_console(stderr=True)
     if packaged_file(name) is None:
         require_export_packages(f"pulling {name}")
     if known := known_model(name):
-        console.print(_about(known))
+        print_prose(_about(known), console=console)
         if known.name != DEFAULT_MODEL and not _is_wanted(console):
             raise GenserveError(
                 f"{name} was not downloaded", remedy="`genserve models --available` lists other models"
             )
-    console.print(f"pulling {name} into {described(repository)}, once")
+    print_prose(f"pulling {name} into {described(repository)}, once", console=console)
     try:
         if encoder := known_encoder(name):
             pull_encoder(encoder, repository=repository, progress=ConsoleProgress())

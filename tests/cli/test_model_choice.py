@@ -92,8 +92,8 @@ def test_a_model_that_is_no_text_model_may_have_a_short_name(tmp_path: Path, pul
 
 
 def test_on_a_terminal_a_download_is_asked_for(tmp_path: Path) -> None:
-    with Terminal("genserve", "chat", "qwen3-0.6b", home=tmp_path) as terminal:
-        terminal.expect("1.2 GB to download from Qwen/Qwen3-0.6B (Apache-2.0)")
+    with Terminal("genserve", "chat", "qwen3-0.6b", home=tmp_path, columns=80) as terminal:
+        terminal.expect("1.2 GB to download from Qwen/Qwen3-0.6B (Apache-2.0), then 637 MB on\r\ndisk")
         terminal.expect("download it? [Y/n]")
         terminal.type("no\n")
         terminal.expect("error: qwen3-0.6b was not downloaded")
