@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,10 @@ from genserve.tensor import DataType, Tensor, fits
 logger = logging.getLogger(__name__)
 
 Shape = tuple[int, ...]
+
+# What the server, not the inputs of a request, is to blame for.
+_FAULT_OF_SERVER = re.compile("alloc|out of memory|CUDA|cuBLAS|cuDNN|terminate", re.IGNORECASE)
+
 
 class Network(Protocol):
     """A network on one device."""
@@ -111,6 +116,18 @@ class NetworkBackend:
         """Do nothing: the network is freed with its last instance. See `Backend.close`."""
 
 
+def run_error(message: str, inputs: Mapping[str, Tensor]) -> InferenceError:
+    """Return the error of a runtime that has failed with a network that is loaded.
+
+    What fails then are values and shapes that do not fit the network or each other, unless the message is
+    about memory or a device.
+    """
+    if _FAULT_OF_SERVER.search(message):
+        return InferenceError(message, status=Status.INTERNAL)
+    given = ", ".join(f"{name} {tensor.data_type.name} {[*tensor.shape]}" for name, tensor in inputs.items())
+    return InferenceError(message, remedy=f"send values and shapes that fit the model; it got {given}")
+
+
 class BatchRunner:
     """Runs batches through a network. The instances of a model share one.
 
@@ -138,12 +155,24 @@ class BatchRunner:
     def execute(self, batch: Sequence[Inference], *, run: RunFunction) -> None:
         """Run a network once for a batch, and send the responses.
 
+        If it rejects the inputs, it is run for each request alone, so that only those which it rejects fail.
+
         Raises:
             InferenceError: the outputs do not match the config, in Triton's words; nothing has been sent.
             Exception: raised by `run`; nothing has been sent.
         """
         names = self._wanted_outputs(batch)
-        outputs = run(self._gather(batch), names)
+        try:
+            outputs = run(self._gather(batch), names)
+        except InferenceError as error:
+            if error.status != Status.INVALID_ARG or len(batch) == 1:
+                raise
+            for inference in batch:
+                try:
+                    self.execute([inference], run=run)
+                except InferenceError as own:
+                    inference.fail(own)
+            return
         parts = {name: self._split_output(outputs[name], batch) for name in names}
         for index, inference in enumerate(batch):
             self._keep_states(inference, parts, index=index)

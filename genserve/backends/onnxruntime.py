@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from genserve.backends.backend import Placement, model_file
 from genserve.backends.libraries import import_onnxruntime
-from genserve.backends.network_backend import NetworkBackend
+from genserve.backends.network_backend import NetworkBackend, run_error
 from genserve.backends.onnx_session import (
     choose_providers,
     open_for_inspection,
@@ -22,11 +23,11 @@ from genserve.backends.onnx_session import (
 )
 from genserve.backends.onnx_signature import GraphTensor, OnnxSignature, has_signature
 from genserve.config.model_config import ModelConfig
-from genserve.errors import InferenceError, Status
 from genserve.tensor import DataType, Tensor, decode_strings, string_tensor
 
 logger = logging.getLogger(__name__)
 
+_INDEX = re.compile(r"idx=(-?\d+) must be within")  # of Gather and its kind
 _ONNX_BFLOAT16 = 16     # TensorProto.DataType.BFLOAT16
 
 
@@ -49,7 +50,7 @@ class OnnxGraph:
         """Run it. Inputs are not copied; outputs are views of ONNX Runtime's memory.
 
         Raises:
-            InferenceError: ONNX Runtime fails, or a string is not UTF-8.
+            InferenceError: ONNX Runtime fails, see `run_error`; or a string is not UTF-8.
         """
         feed = {name: _to_onnx(tensor, self._inputs[name]) for name, tensor in inputs.items()}
         try:
@@ -58,7 +59,7 @@ class OnnxGraph:
             else:
                 values = self._run_by_values(feed, outputs)
         except Exception as error:  # onnxruntime's exceptions share no base class
-            raise InferenceError(runtime_message(error), status=Status.INTERNAL) from error
+            raise run_error(_naming_input(runtime_message(error), inputs), inputs) from error
         return {
             name: _from_onnx(value, self.signature.outputs[name])
             for name, value in zip(outputs, values, strict=True)
@@ -140,6 +141,19 @@ class OnnxRuntimeBackend(NetworkBackend):
         """End a run that an unload does not wait for any longer, such as an endless loop of the graph."""
         self.network.terminate()
         return True
+
+
+def _naming_input(message: str, inputs: Mapping[str, Tensor]) -> str:
+    """Return a message with the name of the input that has the index which it is about, if there is one."""
+    if (found := _INDEX.search(message)) is None:
+        return message
+    index = int(found[1])
+    names = [
+        name
+        for name, tensor in inputs.items()
+        if tensor.array.dtype.kind in "iu" and (tensor.array == index).any()
+    ]
+    return f"input '{names[0]}': {message}" if len(names) == 1 else message
 
 
 def _to_onnx(tensor: Tensor, graph_tensor: GraphTensor) -> Any:

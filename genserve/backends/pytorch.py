@@ -16,7 +16,7 @@ import numpy as np
 
 from genserve.backends.backend import Placement, boolean_parameter, integer_parameter
 from genserve.backends.libraries import import_torch
-from genserve.backends.network_backend import NetworkBackend
+from genserve.backends.network_backend import NetworkBackend, run_error
 from genserve.config.model_config import ModelConfig
 from genserve.errors import InferenceError, RepositoryError, Status
 from genserve.tensor import DataType, Tensor, decode_strings, string_tensor
@@ -159,7 +159,8 @@ class TorchModule:
         """Run it. Inputs are not copied; outputs are views of torch's memory.
 
         Raises:
-            InferenceError: the module fails, or does not return such an output; in Triton's words.
+            InferenceError: the module fails, see `run_error`, or does not return such an output; in Triton's
+                words.
         """
         with ExitStack() as stack:
             self._enter_modes(stack)
@@ -168,7 +169,7 @@ class TorchModule:
             except InferenceError:
                 raise
             except Exception as error:  # the module may raise anything
-                raise InferenceError(f"PyTorch execute failure: {error}", status=Status.INTERNAL) from error
+                raise run_error(f"PyTorch execute failure: {error}", inputs) from error
             if self._modes.cache_cleaning and self._device != "cpu":
                 self._torch.cuda.empty_cache()
             return {name: self._from_torch(name, self._result(name, results)) for name in outputs}

@@ -11,9 +11,9 @@ import numpy as np
 
 from genserve.backends.backend import ModelSource, model_file
 from genserve.backends.libraries import import_tensorflow
-from genserve.backends.network_backend import NetworkBackend, NetworkVersion
+from genserve.backends.network_backend import NetworkBackend, NetworkVersion, run_error
 from genserve.config.model_config import ModelConfig
-from genserve.errors import InferenceError, RepositoryError, Status
+from genserve.errors import RepositoryError, Status
 from genserve.tensor import DataType, Tensor
 
 logger = logging.getLogger(__name__)
@@ -53,13 +53,13 @@ class SavedModel:
         """Run it.
 
         Raises:
-            InferenceError: TensorFlow fails.
+            InferenceError: TensorFlow fails; see `run_error`.
         """
         convert = self._tensorflow.convert_to_tensor
         try:
             results = self._signature(**{name: convert(tensor.array) for name, tensor in inputs.items()})
         except Exception as error:  # TensorFlow's exceptions share no base class
-            raise InferenceError(f"TensorFlow execute failure: {error}", status=Status.INTERNAL) from error
+            raise run_error(f"TensorFlow execute failure: {error}", inputs) from error
         return {name: _from_tensorflow(name, results[name].numpy()) for name in outputs}
 
 

@@ -211,7 +211,38 @@ def test_an_error_of_the_run_fails_with_the_text_of_tritons_backend(tmp_path):
     asked = ask({"x": np.zeros((1, 2, 3), dtype=np.float32)})
     with pytest.raises(InferenceError, match=r"onnx runtime error 2: .*Invalid rank for input: x") as raised:
         backend.execute([asked.inference])
-    assert raised.value.status == "INTERNAL"
+    assert raised.value.status == "INVALID_ARG"
+    assert raised.value.remedy.endswith("it got x FP32 [1, 2, 3]")
+
+
+def test_what_does_not_fit_the_graph_is_named_and_fails_alone(tmp_path):
+    save_onnx(
+        tmp_path / "1" / "model.onnx",
+        [("Gather", ["words", "ids"], ["word"], {}), ("Mul", ["word", "x"], ["y"], {})],
+        inputs={"ids": (TensorProto.INT64, ["batch", 1]), "x": (TensorProto.FLOAT, ["batch", "size"])},
+        outputs={"y": (TensorProto.FLOAT, None)},
+        weights={"words": np.array([2, 3, 5], np.float32)},
+    )
+    config = config_of(
+        """max_batch_size: 8
+        input [ { name: "ids" data_type: TYPE_INT64 dims: [ 1 ] } ]
+        input [ { name: "x" data_type: TYPE_FP32 dims: [ -1 ] } ]
+        output [ { name: "y" data_type: TYPE_FP32 dims: [ -1 ] } ]"""
+    )
+    backend = started(OnnxRuntimeBackend, config, tmp_path)
+    ones = np.ones((1, 2), np.float32)
+    asked = [ask({"ids": np.array([[index]]), "x": ones}) for index in (1, 7, -1, -4)]
+    backend.execute([one.inference for one in asked])
+    assert [one.outputs()["y"].tolist() for one in (asked[0], asked[2])] == [[[3, 3]], [[5, 5]]]
+    for one, index in ((asked[1], 7), (asked[3], -4)):
+        [response] = one.responses
+        assert response.error.status == "INVALID_ARG"
+        assert response.error.message.startswith("input 'ids': onnx runtime error 2: ")
+        assert f"idx={index} must be within" in response.error.message
+    rows = ask({"ids": np.array([[1], [1]]), "x": np.ones((3, 2), np.float32)})
+    with pytest.raises(InferenceError, match="onnx runtime error 1: ") as raised:
+        backend.execute([rows.inference])
+    assert raised.value.status == "INVALID_ARG"
 
 
 def test_each_request_gets_its_requested_outputs(tmp_path):

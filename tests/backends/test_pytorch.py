@@ -239,27 +239,29 @@ def run_error(tmp_path, module, config, inputs):
     with pytest.raises(InferenceError) as raised:
         backend.execute([asked.inference])
     assert not asked.responses
-    return raised.value.message
+    return raised.value
 
 
 def test_an_error_of_the_module_fails_the_batch_with_its_text(tmp_path):
     inputs = {"a": np.zeros((1, 2), np.float32), "b": np.zeros((1, 3), np.float32)}
-    message = run_error(tmp_path, Subtract(), plain(("a", "b")), inputs)
-    assert message.startswith("PyTorch execute failure: ")
-    assert "must match the size of tensor b" in message
+    error = run_error(tmp_path, Subtract(), plain(("a", "b")), inputs)
+    assert error.message.startswith("PyTorch execute failure: ")
+    assert "must match the size of tensor b" in error.message
+    assert error.status == "INVALID_ARG"
+    assert error.remedy.endswith("it got a FP32 [1, 2], b FP32 [1, 3]")
 
 
 def test_an_output_of_another_type_fails_in_tritons_words(tmp_path):
     config = config_of(
         "max_batch_size: 4 " + tensor_spec("input", "x") + tensor_spec("output", "y", "TYPE_INT64")
     )
-    message = run_error(tmp_path, Identity(), config, {"x": np.zeros((1, 2), np.float32)})
+    message = run_error(tmp_path, Identity(), config, {"x": np.zeros((1, 2), np.float32)}).message
     assert message == "configuration expects datatype TYPE_INT64 for output 'y', model provides TYPE_FP32"
 
 
 def test_an_output_that_the_module_lacks_fails_in_tritons_words(tmp_path):
     config = plain(outputs=("y__0", "y__1"))
-    message = run_error(tmp_path, Identity(), config, {"x": np.zeros((1, 2), np.float32)})
+    message = run_error(tmp_path, Identity(), config, {"x": np.zeros((1, 2), np.float32)}).message
     assert message == (
         "The output y__1 in the model configuration refers to an output index which doesn't exist. "
         "This model has 1 outputs"
@@ -271,7 +273,7 @@ def test_an_output_without_a_dimension_fails_in_tritons_words(tmp_path):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.sum()
 
-    message = run_error(tmp_path, Total(), plain(), {"x": np.zeros((1, 2), np.float32)})
+    message = run_error(tmp_path, Total(), plain(), {"x": np.zeros((1, 2), np.float32)}).message
     assert message == "output 'y' is a scalar which is not supported."
 
 

@@ -168,16 +168,17 @@ def _constant(*shape: int) -> tuple[Any, ...]:
 
 _ZERO = numpy_helper.from_array(np.array([0], np.int64), "zero")
 # Graphs that load, and how their requests fail.
-FAILING: dict[str, tuple[bytes, str]] = {
+FAILING: dict[str, tuple[bytes, str, int]] = {
     # More than the address space, so that no setting of the kernel lets the allocation succeed.
-    "allocates-4-petabytes": (graph(*_constant(10**15), weights=[_ZERO]), "onnx runtime error"),
-    "allocates-2-82-bytes": (graph(*_constant(2**40, 2**40), weights=[_ZERO]), "onnx runtime error"),
+    "allocates-4-petabytes": (graph(*_constant(10**15), weights=[_ZERO]), "onnx runtime error", 500),
+    "allocates-2-82-bytes": (graph(*_constant(2**40, 2**40), weights=[_ZERO]), "onnx runtime error", 400),
     "answers-with-fewer-rows": (
         graph(
             _node("Compress", ["X", "none"], ["Y"], axis=0),
             weights=[numpy_helper.from_array(np.array([False]), "none")],
         ),
         "expected batch size of at least 1 in model output, got 0",
+        501,
     ),
     "index-out-of-range": (
         graph(
@@ -186,6 +187,7 @@ FAILING: dict[str, tuple[bytes, str]] = {
             weights=[numpy_helper.from_array(np.ones(1, np.float32), "W")],
         ),
         "onnx runtime error",
+        400,
     ),
 }
 
@@ -212,7 +214,7 @@ def _endless() -> bytes:
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokenRepository]:
     models = {name: write for name, (write, _) in BROKEN.items()}
-    models |= {name: _onnx(content) for name, (content, _) in FAILING.items()}
+    models |= {name: _onnx(content) for name, (content, *_) in FAILING.items()}
     with serving_beside_good(tmp_path_factory.mktemp("files") / "models", models) as served:
         yield served
 
@@ -234,6 +236,7 @@ def test_a_graph_that_fails_fails_only_its_requests(repository: BrokenRepository
     for _ in range(2):
         answer = repository.infer(name)
         assert FAILING[name][1] in answer.json()["error"]
+        assert answer.status_code == FAILING[name][2]
         repository.check_good()
 
 
