@@ -27,6 +27,7 @@ class ThinkingTags(NamedTuple):
     start: str      # a token
     end: str        # a token
     label: str = ""     # follows the first token, before the reasoning
+    note: str = ""      # a token with which reasoning may begin, where the prompt rules out more of it
 
     @property
     def opening(self) -> str:
@@ -41,6 +42,7 @@ REASONING_FORMATS: Mapping[str, ThinkingTags | None] = MappingProxyType(
         "think": ThinkingTags("<think>", "</think>"),
         "mistral": ThinkingTags("[THINK]", "[/THINK]"),
         "gemma4": ThinkingTags("<|channel>", "<channel|>", label="thought"),
+        "seed_oss": ThinkingTags("<seed:think>", "</seed:think>", note="<seed:cot_budget_reflect>"),
         "none": None,
     }
 )

@@ -176,6 +176,8 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
             closing="]<|tool_call_end|>",
         ),
         "granite": ToolFormat(begin="<|tool_call|>", opening="[", separator=", ", closing="]"),
+        # https://huggingface.co/nvidia/NVIDIA-Nemotron-Nano-9B-v2/blob/main/tokenizer_config.json
+        "nemotron_json": ToolFormat(begin="<TOOLCALL>", opening="[", separator=", ", closing="]</TOOLCALL>"),
         # https://huggingface.co/microsoft/Phi-4-mini-instruct#tool-enabled-function-calling-format
         "phi4_mini": ToolFormat(
             begin="<|tool_call|>", opening="[", separator=", ", closing="]<|/tool_call|>"
@@ -190,6 +192,17 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
             after_arguments="</function>",
             separator="\n</tool_call>\n<tool_call>\n",
             closing="\n</tool_call>",
+        ),
+        # https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Instruct/blob/main/chat_template.jinja
+        "seed_oss": ToolFormat(
+            begin="<seed:tool_call>",
+            opening="\n",
+            before_name="<function=",
+            before_arguments=">\n",
+            arguments=_tags("<parameter=", ">", "</parameter>\n"),
+            after_arguments="</function>",
+            separator="\n</seed:tool_call>\n<seed:tool_call>\n",
+            closing="\n</seed:tool_call>",
         ),
         # https://huggingface.co/zai-org/GLM-4.6/blob/main/chat_template.jinja
         "glm45": ToolFormat(
@@ -268,6 +281,7 @@ _SIGNS = (
     (("<|tool_call>call:",), "gemma4"),
     (("<|tool_call_start|>",), "lfm2"),
     (("<|tool_list_start|>",), "lfm2"),
+    (("<seed:tool_call>",), "seed_oss"),
     (("<parameter=",), "qwen3_coder"),
     (("</arg_key><arg_value>",), "glm47"),
     (("<arg_key>",), "glm45"),
@@ -279,6 +293,7 @@ _SIGNS = (
     (("[ARGS]",), "mistral_args"),
     (("[TOOL_CALLS][",), "mistral_nemo"),
     (("[TOOL_CALLS]",), "mistral"),
+    (("<TOOLCALL>",), "nemotron_json"),
     (("<|/tool|>",), "phi4_mini"),
     (("<|tool_call|>",), "granite"),
     (("<tool_call>",), "hermes"),

@@ -55,6 +55,7 @@ class ReasoningTokens:
         self._start_id, self._end_id = None, None
         if reasoning_format != "none":
             self._start_id, self._end_id = map(tokenizer.token_id, self._tags[:2])
+        self._note_id = tokenizer.token_id(self._tags.note) if self._tags.note else None
         self._tag_ids = {each for each in (self._start_id, self._end_id) if each is not None}
 
     @property
@@ -188,7 +189,9 @@ class ReasoningTokens:
         for token_id in reversed(token_ids):
             if token_id == self._start_id:
                 return True
-            if token_id == self._end_id or self._tokenizer.is_silent(token_id):
+            if token_id == self._end_id:
+                return False
+            if self._tokenizer.is_silent(token_id) and token_id != self._note_id:
                 return False
         return False
 

@@ -33,7 +33,17 @@ from genserve.textmodel.sequence_builder import SequenceBuilder
 from genserve.textmodel.tool_calling import ToolCalling
 from tests.support.tiny_llama import SPECIAL_TOKENS, tiny_tokenizer
 
-__all__ = ["FAMILIES", "PUBLISHED", "TOOLS", "Answer", "Family", "FamilyModel", "Turn", "random_turn"]
+__all__ = [
+    "FAMILIES",
+    "PUBLISHED",
+    "TOOLS",
+    "Answer",
+    "Family",
+    "FamilyModel",
+    "Turn",
+    "random_turn",
+    "tokenizer_of_family",
+]
 
 FOLDER = Path(__file__).parents[1] / "text" / "templates"
 # A folder with the families' own templates, by the names in `Family.published`.
@@ -106,6 +116,22 @@ FAMILIES = (
     _qwen("qwen3_coder", "Qwen3-Coder", tool_format="qwen3_coder", thought=None, marks=QWEN_MARKS[:2],
           unwritable=("</parameter>",)),
     _qwen("qwen3_5", "Qwen3.5-4B", tool_format="qwen3_coder", unwritable=("</parameter>",)),
+    Family(
+        name="seed_oss",
+        published=("ByteDance-Seed-OSS",),
+        tool_format="seed_oss",
+        marks=("<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>"),
+        ends=("<seed:eos>",),
+        thought=("<seed:think>", "</seed:think>"),
+        unwritable=("</parameter>",),
+    ),
+    Family(
+        name="nemotron_nano_2",             # its own template writes a newline before the end
+        tool_format="nemotron_json",
+        marks=("<TOOLCALL>", "</TOOLCALL>", "<think>", "</think>"),
+        ends=("<SPECIAL_12>",),
+        drops_thoughts=True,
+    ),
     Family(
         name="llama3_1",
         published=("meta-llama-Llama-3.1-8B-Instruct", "meta-llama-Llama-3.2-3B-Instruct",

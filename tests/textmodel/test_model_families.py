@@ -18,10 +18,19 @@ from genserve.engine.speculation import PromptLookup, Proposer, Speculation
 from genserve.sampling.grammar_bitmask import is_allowed
 from genserve.sampling.logits_array import FloatArray
 from genserve.text.message_parser import MessageParser
+from genserve.textmodel.reasoning_tokens import ReasoningTokens
 from tests.fakes.drafts import Foreseen
 from tests.fakes.logits import PagedLogits
 from tests.fakes.sequences import Clock, sample_loop
-from tests.support.model_families import FAMILIES, PUBLISHED, Answer, FamilyModel, Turn, random_turn
+from tests.support.model_families import (
+    FAMILIES,
+    PUBLISHED,
+    Answer,
+    FamilyModel,
+    Turn,
+    random_turn,
+    tokenizer_of_family,
+)
 
 MAX_LENGTH = 4096
 # Those with thoughts first: pytest lets tests share a model whose place in their lists is the same.
@@ -194,3 +203,13 @@ def test_the_grammar_writes_what_the_template_writes(of_family, seeds):
             assert grammar.accept(token_id)
         grammar.fill(mask)
         assert grammar.complete or any(is_allowed(mask, i) for i in model.tokenizer.eos_token_ids)
+
+
+def test_a_prompt_that_rules_out_reasoning_by_a_note_in_it_begins_it():
+    [family] = [family for family in FAMILIES if family.name == "seed_oss"]
+    note = "<seed:cot_budget_reflect>"
+    with_note = replace(family, marks=(*family.marks, note))
+    tokenizer = tokenizer_of_family(with_note, "{{ messages }}", special=True)
+    reasoning = ReasoningTokens(tokenizer)
+    assert reasoning.is_open_after(tokenizer.encode(f"<seed:think>{note}"))
+    assert not reasoning.is_open_after(tokenizer.encode("<seed:think><seed:eos>"))
