@@ -83,6 +83,7 @@ class BlockFiles:
         self._lock = threading.RLock()  # held to change what follows
         self._files: dict[str, _File] = {}  # by name
         self._places: dict[bytes, tuple[_File, int]] = {}  # by key: the file, and the number in its table
+        self._others: dict[bytes, list[tuple[_File, int]]] = {}  # of blocks that two servers wrote at once
         self._listed_ns: int | None = None  # when the folder that was listed last had changed
         self._listed_s = 0.0  # when it was listed
 
@@ -265,15 +266,25 @@ class BlockFiles:
 
     def _add(self, file: _File) -> None:
         with self._lock:
+            if (before := self._files.get(file.name)) is not None:
+                self._forget(before)
             self._files[file.name] = file
-            self._places.update((key, (file, number)) for number, (key, _) in enumerate(file.entries))
+            for number, (key, _) in enumerate(file.entries):
+                if (place := self._places.get(key)) is not None:
+                    self._others.setdefault(key, []).append(place)
+                self._places[key] = file, number
 
     def _forget(self, file: _File) -> None:
         with self._lock:
             self._files.pop(file.name, None)
             for key, _ in file.entries:
+                others = [place for place in self._others.pop(key, ()) if place[0] is not file]
                 if self._places.get(key, (None, 0))[0] is file:
                     del self._places[key]
+                    if others:
+                        self._places[key] = others.pop()
+                if others:
+                    self._others[key] = others
 
     def _discard(self, file: _File) -> None:
         """Use a damaged file no more, and delete it, so that its blocks are written again."""

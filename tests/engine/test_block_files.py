@@ -168,6 +168,22 @@ def test_two_servers_write_the_same_blocks_at_once(tmp_path, monkeypatch):
     assert [path.suffix for path in (tmp_path / ONE).iterdir()] == [".kv"]
 
 
+@pytest.mark.parametrize(("deleted", "left"), [((1, 2), (2, 3)), ((2, 3), (1, 2))])
+def test_a_block_in_two_files_is_known_while_one_of_them_is_left(tmp_path, deleted, left):
+    files, other = opened(tmp_path), opened(tmp_path)
+    write(files, 1, 2)
+    write(other, 2, 3)  # which does not know of the first file yet
+    for known in (files, other):
+        known.refresh()
+    file_of(tmp_path, *deleted).unlink()
+    for known in (files, other):
+        known.refresh()
+        assert [number for number in (1, 2, 3) if read(known, number)] == [*left]
+    file_of(tmp_path, *left).unlink()
+    files.refresh()
+    assert not [number for number in (1, 2, 3) if key(number) in files]
+
+
 def test_another_model_has_other_blocks(tmp_path):
     write(opened(tmp_path), 1)
     assert read(opened(tmp_path, fingerprint=OTHER), 1) == []
