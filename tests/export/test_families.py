@@ -426,6 +426,15 @@ def test_the_context_of_a_config_with_yarn_is_the_longer_one() -> None:
     assert read({**written, "rope_scaling": scaled}).context_length == 1024
 
 
+def test_a_window_that_the_model_in_transformers_does_not_read_is_none() -> None:
+    llama, mistral = (
+        family_of(config).decoder(config)
+        for config in (TINY_MODELS[name] | {"sliding_window": 4} for name in ("llama", "mistral"))
+    )
+    assert {attention.window for attention in llama.attentions} == {None}
+    assert {attention.window for attention in mistral.attentions} == {4}
+
+
 def test_an_architecture_without_a_family_has_none() -> None:
     assert family_of({"architectures": ["FooForCausalLM"]}) is None
     assert family_of({}) is None

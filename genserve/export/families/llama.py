@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -83,13 +83,18 @@ def _head_dim(config: Any) -> int:
     return head_dim
 
 
+def _declared(config: Any, name: str) -> Any:
+    """Return a field of a config; None: the model in transformers has none, and does not read it."""
+    return getattr(config, name) if any(field.name == name for field in fields(config)) else None
+
+
 def _attentions(config: Any, *, partial_rotary: bool, neighbours: bool) -> tuple[Attention, ...]:
-    num_layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
+    num_layers, window = config.num_hidden_layers, _declared(config, "sliding_window")
     head_dim = _head_dim(config)
     default_type = "full_attention" if window is None else "sliding_attention"
     types = getattr(config, "layer_types", None) or [default_type] * num_layers
     # 1: the layer has rotary positions, although the field's name says the opposite.
-    rotary_layers = getattr(config, "no_rope_layers", None) or [1] * num_layers
+    rotary_layers = _declared(config, "no_rope_layers") or [1] * num_layers
     rotaries = {
         kind: replace(
             _rotary(config, layer_type=kind, partial_rotary=partial_rotary), neighbours=neighbours
