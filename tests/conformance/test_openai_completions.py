@@ -132,6 +132,15 @@ def test_logprobs_are_those_of_the_picked_tokens(client, answers):
     assert all(math.isfinite(value) for top in found.logprobs.top_logprobs for value in top.values())
 
 
+def test_the_tokens_of_an_echo_are_those_of_the_text_whatever_it_names(client, tiny_server):
+    prompt = f"hello {tiny_server.model.tokenizer.eos_token} there"
+    found = client.completions.create(**OPTIONS, prompt=prompt, echo=True, logprobs=0).choices[0]
+    assert found.text.startswith(prompt)
+    assert "".join(found.logprobs.tokens) == found.text
+    for token, offset in zip(found.logprobs.tokens, found.logprobs.text_offset, strict=True):
+        assert found.text[offset:].startswith(token)
+
+
 def test_streamed_logprobs_join_to_those_of_the_whole(client):
     options = OPTIONS | {"prompt": TEXTS[1], "logprobs": 0}
     whole = client.completions.create(**options).choices[0].logprobs

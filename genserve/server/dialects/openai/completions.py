@@ -180,7 +180,7 @@ class ChoiceWriter:
         self._logprobs = None
         if body.logprobs is not None:
             self._logprobs = CompletionLogprobs(
-                tokenizer.detokenizer(),
+                tokenizer.detokenizer(shown=tokenizer.special_tokens_in([echo])),
                 prompt_ids if body.echo else (),
                 answer=submitted.detokenizer(prompt=prompt),
                 by_id=bool(body.return_tokens_as_token_ids),
