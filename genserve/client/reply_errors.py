@@ -158,8 +158,9 @@ def unreachable_at(url: str) -> Iterator[None]:
             f"{url} did not answer in time", remedy="increase timeout_s of the client, or lower max_tokens"
         ) from error
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        tls = ": a server with a certificate needs https://" if url.startswith("http://") else ""
         raise tls_failure(error, url=url) or Unreachable(
-            f"the request to {url} failed: {error}", remedy="see the server's log, or check the URL"
+            f"the request to {url} failed: {error}", remedy=f"see the server's log, or check the URL{tls}"
         ) from error
 
 

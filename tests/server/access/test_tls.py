@@ -102,7 +102,9 @@ def test_a_client_says_what_is_wrong_with_tls(server, trusting, tiny_server):
         assert client.models()
     other_name = server.url.replace("127.0.0.1", "127.1")
     plain = tiny_server.url.replace("http:", "https:")
-    for url, words in ((other_name, "Hostname mismatch"), (plain, "does not speak TLS")):
+    without = server.url.replace("https:", "http:")
+    wrong = ((other_name, "Hostname mismatch"), (plain, "does not speak TLS"), (without, "needs https://"))
+    for url, words in wrong:
         with Client(url, verify=trusting) as client, pytest.raises(Unreachable, match=words):
             client.models()
 
