@@ -16,8 +16,8 @@ from dataclasses import replace
 import numpy as np
 
 from genserve.engine.engine import Engine, StepResult
-from genserve.engine.engine_request import TokenSequence
 from genserve.engine.logits_model import ForwardBatch
+from genserve.engine.token_sequence import TokenSequence
 from genserve.sampling.logits_array import FloatArray
 from genserve.sampling.sampling_params import SamplingParams
 

@@ -41,9 +41,9 @@ from genserve.deploy.routing.request_ranking import RequestRanking
 from genserve.engine.admission_control import QueueLimits
 from genserve.engine.delta_streams import EventLoopSink
 from genserve.engine.engine import Engine
-from genserve.engine.engine_request import TokenSequence
 from genserve.engine.engine_thread import EngineThread
 from genserve.engine.generation_request import GenerationRequest
+from genserve.engine.token_sequence import TokenSequence
 from genserve.generation_metrics import Metrics
 from genserve.sampling.sampling_params import SamplingParams
 

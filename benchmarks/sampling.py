@@ -25,7 +25,7 @@ from batches import forward_batch
 from plain_sampling import plain_pick
 from report import markdown, median, ratio
 
-from genserve.engine.engine_request import TokenSequence
+from genserve.engine.token_sequence import TokenSequence
 from genserve.export.reference import read_text
 from genserve.repository.index import scan
 from genserve.repository.model_loader import load_stage_logits

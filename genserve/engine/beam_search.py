@@ -23,7 +23,8 @@ from genserve.engine.beam_rules import (
     log_softmax,
 )
 from genserve.engine.delta_builder import AnswerText
-from genserve.engine.engine_request import Request, SequenceGroup, TokenSequence
+from genserve.engine.engine_request import Request, SequenceGroup
+from genserve.engine.token_sequence import TokenSequence
 from genserve.sampling.logits_array import FloatArray
 from genserve.sampling.logits_processors import apply_edits, join_edits
 from genserve.sampling.sampler import token_logprob

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from genserve.completion import FinishReason
-from genserve.engine.engine_request import Awaited, TokenSequence
+from genserve.engine.token_sequence import Awaited, TokenSequence
 from genserve.errors import SEE_TRACEBACK, GenserveError, ModelFailed, exception_text
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import numpy as np
 
 from genserve.engine.decoding_loops import DecodeFunction, DecodingLoops
 from genserve.engine.disk_cache import DiskCache
-from genserve.engine.engine_request import LogitsRequest, Request, RequestStatus, TokenSequence
+from genserve.engine.engine_request import LogitsRequest, Request, RequestStatus
 from genserve.engine.kv_cache_manager import KVCacheManager
 from genserve.engine.logits_model import LogitsModel
 from genserve.engine.model_runner import ModelRunner
@@ -23,6 +23,7 @@ from genserve.engine.scheduler import Scheduler, SchedulerOutput
 from genserve.engine.speculation import Speculation
 from genserve.engine.state_slots import NO_SLOT
 from genserve.engine.step_processor import StepOutputs, StepProcessor
+from genserve.engine.token_sequence import TokenSequence
 from genserve.errors import SEE_LOG, GenserveError, ModelFailed
 from genserve.sampling.logits_array import LogitsArray
 

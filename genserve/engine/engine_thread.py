@@ -13,16 +13,12 @@ from typing import Any, Protocol, TypeAlias
 from genserve.completion import Delta, PromptProgress
 from genserve.engine.admission_control import AdmissionControl, QueueLimits
 from genserve.engine.engine import Engine, StepResult
-from genserve.engine.engine_request import (
-    LogitsRequest,
-    Request,
-    SequenceOutput,
-    TokenSequence,
-)
+from genserve.engine.engine_request import LogitsRequest, Request
 from genserve.engine.generation_request import GenerationOutput, GenerationRequest, OutputSink
 from genserve.engine.input_queue import Arrivals, InputQueue, Reservation
 from genserve.engine.logits_model import LogitsAdapter
 from genserve.engine.step_reporter import StepReporter
+from genserve.engine.token_sequence import SequenceOutput, TokenSequence
 from genserve.errors import SEE_LOG, Closed, GenserveError, ModelFailed, ModelNotFound, Overloaded
 from genserve.generation_metrics import GenerationMetrics
 from genserve.request_context import NO_KEY, KeyShare

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from genserve.completion import FinishReason, StopReason
-from genserve.engine.engine_request import TokenSequence
+from genserve.engine.token_sequence import TokenSequence
 from genserve.errors import NotResumable
 from genserve.sampling.sampling_params import SamplingParams
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from genserve.engine.beam_search import Beam, BeamSearch
 from genserve.engine.decoding_loops import DecodingLoops
-from genserve.engine.engine_request import Awaited, LogitsRequest, Request, TokenSequence
+from genserve.engine.engine_request import LogitsRequest, Request
 from genserve.engine.kv_cache_manager import KVCacheManager
 from genserve.engine.scheduler import SchedulerOutput
 from genserve.engine.speculation import Speculation
+from genserve.engine.token_sequence import Awaited, TokenSequence
 from genserve.errors import SEE_LOG, GenserveError, InvalidRequest, ModelFailed, NotResumable
 from genserve.sampling.batch_sampler import sample
 from genserve.sampling.logits_array import LogitsArray, on_host, select_rows

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from genserve.completion import Delta
 from genserve.engine.engine import Engine, StepResult
-from genserve.engine.engine_request import SequenceOutput, SubmittedSequence, TokenSequence
+from genserve.engine.engine_request import SubmittedSequence
+from genserve.engine.token_sequence import SequenceOutput, TokenSequence
 from genserve.generation_metrics import GenerationMetrics
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from types import MappingProxyType
 from genserve.backends.python.model_context import CONTEXT_GLOBAL, ModelContext
 from genserve.backends.python.model_package import ModelPackage
 from genserve.engine.decoding_loops import DecodeFunction
-from genserve.engine.engine_request import TokenSequence
 from genserve.engine.text_engine import TextEngine
+from genserve.engine.token_sequence import TokenSequence
 from genserve.errors import InferenceError, RepositoryError, Status
 from genserve.inference import Inference
 from genserve.text.reasoning import REASONING_FORMATS

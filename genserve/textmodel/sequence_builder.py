@@ -10,11 +10,11 @@ from functools import partial
 
 from genserve.engine.beam_search import BeamSearch
 from genserve.engine.delta_builder import AnswerText
-from genserve.engine.engine_request import TokenSequence
 from genserve.engine.generation_request import GenerationRequest
 from genserve.engine.resumption import RepeatedSequence, ResumedSequence, resumed_kind
 from genserve.engine.sequence_plugins import PluginContext
 from genserve.engine.thinking_budget import ThinkingBudget
+from genserve.engine.token_sequence import TokenSequence
 from genserve.prompt import Chat, Prompt
 from genserve.sampling.grammar_bitmask import ForkableGrammar, StructuredOutputGrammar
 from genserve.sampling.sampling_params import SamplingParams

@@ -15,7 +15,6 @@ from genserve.engine.admission_control import QueueLimits
 from genserve.engine.decoding_loops import DecodeFunction
 from genserve.engine.disk_cache import DiskCache, PrefixCacheFolder
 from genserve.engine.engine import Engine
-from genserve.engine.engine_request import TokenSequence
 from genserve.engine.engine_thread import (
     EndReasoning,
     EngineThread,
@@ -24,6 +23,7 @@ from genserve.engine.engine_thread import (
     no_sequences,
 )
 from genserve.engine.speculation import DraftModel, PromptLookup, Speculation
+from genserve.engine.token_sequence import TokenSequence
 from genserve.errors import RepositoryError
 from genserve.generation_metrics import Metrics
 from genserve.inference_statistics import ModelStatistics

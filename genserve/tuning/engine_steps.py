@@ -12,11 +12,11 @@ from statistics import median
 from typing import cast
 
 from genserve.engine.decoding_loops import DecodeFunction, DecodingLoops
-from genserve.engine.engine_request import TokenSequence
 from genserve.engine.kv_cache_manager import KVCacheManager
 from genserve.engine.model_runner import ModelRunner
 from genserve.engine.scheduler import Scheduler, SchedulerOutput
 from genserve.engine.step_processor import StepProcessor
+from genserve.engine.token_sequence import TokenSequence
 from genserve.machine import num_cores
 from genserve.repository.index import scan
 from genserve.repository.repository import Repository

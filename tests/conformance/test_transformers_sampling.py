@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from genserve import LLM
-from genserve.engine.engine_request import TokenSequence
+from genserve.engine.token_sequence import TokenSequence
 from genserve.export import SilentProgress, export_model
 from genserve.sampling.batch_sampler import sample_rows, sampling_metadata
 from genserve.sampling.sampler import LogprobsRequest

@@ -24,7 +24,7 @@ from genserve.engine.beam_rules import (
 )
 from genserve.engine.beam_search import BeamSearch
 from genserve.engine.engine import Engine
-from genserve.engine.engine_request import TokenSequence
+from genserve.engine.token_sequence import TokenSequence
 from genserve.tensor import Tensor
 from genserve.textmodel.runtimes.uncached_logits import UncachedLogits
 from tests.backends.inferences import config_of

@@ -12,8 +12,8 @@ import torch
 from genserve.completion import Delta, FinishReason, join_deltas
 from genserve.engine.beam_search import BeamSearch
 from genserve.engine.engine import Engine
-from genserve.engine.engine_request import TokenSequence
 from genserve.engine.kv_cache_manager import max_tokens_per_sequence
+from genserve.engine.token_sequence import TokenSequence
 from genserve.errors import InvalidRequest
 from tests.fakes.logits import VOCAB_SIZE, PagedLogits, greedy_answer, logits_after
 from tests.fakes.sequences import Clock, IdText, sample_loop, sequence_of

@@ -8,7 +8,8 @@ import pytest
 
 from genserve.completion import Delta, FinishReason
 from genserve.engine.engine import Engine
-from genserve.engine.engine_request import LogitsRequest, TokenSequence
+from genserve.engine.engine_request import LogitsRequest
+from genserve.engine.token_sequence import TokenSequence
 from genserve.errors import ModelFailed
 from tests.fakes.logits import VOCAB_SIZE, PagedLogits, greedy_answer, logits_after
 from tests.fakes.sequences import Clock, logits_request, sample_loop, sequence_of

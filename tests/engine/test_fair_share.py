@@ -10,9 +10,9 @@ import pytest
 
 from genserve.engine.beam_search import BeamSearch
 from genserve.engine.engine import Engine
-from genserve.engine.engine_request import TokenSequence
 from genserve.engine.fair_share import _KEPT_TOKENS
 from genserve.engine.logits_model import ForwardBatch
+from genserve.engine.token_sequence import TokenSequence
 from genserve.request_context import KeyShare
 from genserve.sampling.logits_array import FloatArray
 from tests.fakes.logits import PagedLogits

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from genserve.completion import CacheMatch
-from genserve.engine.engine_request import Request, TokenSequence
+from genserve.engine.engine_request import Request
 from genserve.engine.kv_cache_manager import KVCacheManager
 from genserve.engine.prefix_cache import StoredBlocks, block_keys
 from genserve.engine.state_slots import NO_SLOT
+from genserve.engine.token_sequence import TokenSequence
 from genserve.request_context import KeyShare
 from tests.fakes.sequences import logits_request, sequence_of
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from genserve.engine.engine import Engine
-from genserve.engine.engine_request import TokenSequence
 from genserve.engine.prefix_cache import PrefixCache, block_key, block_keys, root_key
+from genserve.engine.token_sequence import TokenSequence
 from tests.fakes.logits import PagedLogits, greedy_answer
 from tests.fakes.sequences import logits_request, sample_loop, sequence_of
 

@@ -5,9 +5,9 @@ import pytest
 from genserve.completion import join_deltas
 from genserve.engine.admission_control import QueueLimits
 from genserve.engine.engine import Engine
-from genserve.engine.engine_request import TokenSequence
 from genserve.engine.resumption import RepeatedSequence, ReplayedSequence
 from genserve.engine.speculation import Speculation
+from genserve.engine.token_sequence import TokenSequence
 from genserve.errors import NotResumable, Overloaded
 from tests.fakes.drafts import Foreseen
 from tests.fakes.engines import GatedLogits, RecordingSink, engine_thread

@@ -8,10 +8,10 @@ from itertools import pairwise
 import pytest
 
 from genserve.engine.engine import Engine
-from genserve.engine.engine_request import TokenSequence
 from genserve.engine.kv_cache_manager import KVCacheManager
 from genserve.engine.logits_model import ForwardBatch
 from genserve.engine.scheduler import Scheduler, divide_budget, num_unfinished
+from genserve.engine.token_sequence import TokenSequence
 from genserve.request_context import KeyShare
 from genserve.sampling.logits_array import FloatArray
 from tests.fakes.logits import PagedLogits

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from genserve.completion import Delta, FinishReason
 from genserve.engine.engine import Engine
-from genserve.engine.engine_request import TokenSequence
 from genserve.engine.speculation import DraftModel, PromptLookup, Proposer, Speculation
+from genserve.engine.token_sequence import TokenSequence
 from tests.fakes.drafts import Foreseen, Oracle
 from tests.fakes.logits import VOCAB_SIZE, PagedLogits, greedy_answer
 from tests.fakes.sequences import Clock, logits_request, sample_loop, sequence_of

@@ -14,10 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from genserve.engine.beam_search import BeamSearch
 from genserve.engine.engine import Engine
-from genserve.engine.engine_request import Request, TokenSequence
+from genserve.engine.engine_request import Request
 from genserve.engine.kv_cache_manager import KVCacheManager
 from genserve.engine.speculation import DraftModel, Proposer, Speculation
 from genserve.engine.state_slots import SequenceState, StateSlots
+from genserve.engine.token_sequence import TokenSequence
 from genserve.generation_metrics import Metrics
 from tests.fakes.drafts import Foreseen, Oracle
 from tests.fakes.engines import engine_thread

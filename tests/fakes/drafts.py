@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from genserve.engine.engine_request import Request, TokenSequence
+from genserve.engine.engine_request import Request
 from genserve.engine.speculation import Proposer
+from genserve.engine.token_sequence import TokenSequence
 from tests.fakes.logits import VOCAB_SIZE, greedy_answer
 
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any, Self
 
-from genserve.engine.engine_request import LogitsRequest, TokenSequence
+from genserve.engine.engine_request import LogitsRequest
 from genserve.engine.generation_request import GenerationRequest
 from genserve.engine.sequence_plugins import SequencePlugins
+from genserve.engine.token_sequence import TokenSequence
 from genserve.errors import GenserveError
 from genserve.sampling.grammar_bitmask import StructuredOutputGrammar
 from genserve.sampling.logits_array import FloatArray

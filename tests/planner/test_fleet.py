@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from genserve.engine.engine import Engine
-from genserve.engine.engine_request import TokenSequence
 from genserve.engine.logits_model import ForwardBatch
+from genserve.engine.token_sequence import TokenSequence
 from genserve.planner.fleet import Fleet, FleetResult
 from genserve.planner.loads import Lengths, PlannedRequest, SyntheticLoad
 from genserve.planner.simulated_replica import ReplicaKind

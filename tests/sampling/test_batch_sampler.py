@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from genserve.engine.engine import Engine
-from genserve.engine.engine_request import TokenSequence
 from genserve.engine.speculation import Speculation
+from genserve.engine.token_sequence import TokenSequence
 from genserve.sampling.batch_sampler import sample, sample_rows, sampling_metadata
 from genserve.sampling.sampler import SamplingMetadata
 from genserve.sampling.sampling_params import DRAW_PARAMETERS, PARAMETERS, SAMPLERS

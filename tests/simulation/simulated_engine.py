@@ -7,8 +7,9 @@ from random import Random
 from typing import Any
 
 from genserve.engine.engine import Engine, StepResult
-from genserve.engine.engine_request import Request, RequestStatus, SequenceGroup, TokenSequence
+from genserve.engine.engine_request import Request, RequestStatus, SequenceGroup
 from genserve.engine.speculation import Proposer
+from genserve.engine.token_sequence import TokenSequence
 from tests.simulation.simulated_logits import VOCAB_SIZE, SimulatedLogits, best_after
 
 # How many steps a request may wait or run without progress: more than all requests of a seed need in turn.

@@ -12,8 +12,8 @@ import numpy as np
 from genserve.completion import FinishReason, StopReason
 from genserve.engine.beam_search import BeamSearch
 from genserve.engine.decoding_loops import DecodeFunction
-from genserve.engine.engine_request import Awaited, TokenSequence
 from genserve.engine.generation_request import GenerationRequest
+from genserve.engine.token_sequence import Awaited, TokenSequence
 from genserve.errors import GenserveError, InvalidRequest, ModelFailed
 from genserve.sampling.batch_sampler import sample
 from genserve.sampling.sampling_params import SamplingParams

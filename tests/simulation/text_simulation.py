@@ -20,12 +20,12 @@ from genserve.engine.admission_control import QueueLimits
 from genserve.engine.block_files import BlockFiles
 from genserve.engine.delta_streams import EventLoopSink
 from genserve.engine.disk_cache import DiskCache, _state_key
-from genserve.engine.engine_request import TokenSequence
 from genserve.engine.engine_thread import EngineThread
 from genserve.engine.generation_request import GenerationOutput, GenerationRequest
 from genserve.engine.kv_cache_manager import max_tokens_per_sequence
 from genserve.engine.prefix_cache import block_keys
 from genserve.engine.speculation import Speculation
+from genserve.engine.token_sequence import TokenSequence
 from genserve.errors import GenserveError
 from tests.simulation.simulated_disk import SimulatedDisk, SimulatedFiles
 from tests.simulation.simulated_engine import GreedyDrafts, SimulatedEngine

@@ -18,8 +18,8 @@ from typing import Any
 from tokenizers import AddedToken
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from genserve.engine.engine_request import TokenSequence
 from genserve.engine.generation_request import GenerationRequest
+from genserve.engine.token_sequence import TokenSequence
 from genserve.prompt import Chat, Message, Tool, read_messages
 from genserve.sampling.grammar_bitmask import StructuredOutputGrammar
 from genserve.sampling.sampling_params import sampling_params

@@ -13,8 +13,8 @@ import pytest
 
 from genserve.completion import Delta, FinishReason, MessageDelta, joined_calls
 from genserve.engine.engine import Engine
-from genserve.engine.engine_request import TokenSequence
 from genserve.engine.speculation import PromptLookup, Proposer, Speculation
+from genserve.engine.token_sequence import TokenSequence
 from genserve.sampling.grammar_bitmask import is_allowed
 from genserve.sampling.logits_array import FloatArray
 from genserve.text.message_parser import MessageParser

@@ -9,8 +9,8 @@ import pytest
 
 from genserve.completion import TokenLogprob
 from genserve.engine.engine import Engine
-from genserve.engine.engine_request import TokenSequence
 from genserve.engine.speculation import Speculation
+from genserve.engine.token_sequence import TokenSequence
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 from tests.export.graphs import write_graph
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint

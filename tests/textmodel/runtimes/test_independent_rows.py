@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from genserve.engine.engine import Engine
-from genserve.engine.engine_request import TokenSequence
 from genserve.engine.speculation import Speculation
+from genserve.engine.token_sequence import TokenSequence
 from genserve.export import CacheType, export_model
 from genserve.export.export_options import SilentProgress
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
