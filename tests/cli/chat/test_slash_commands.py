@@ -371,6 +371,20 @@ def test_compare_rejects_a_seed_that_changes_nothing(session: ChatSession, said)
         run_slash(session, "/compare 7 Hi")
 
 
+def test_compare_asks_a_question_whose_answer_failed(
+    session: ChatSession, model: FakeModel, said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("genserve.cli.chat.side_by_side.prompt", lambda _question: "2")
+    session.ask("one")
+    session.options = SamplingOptions(temperature=-1)
+    with pytest.raises(InvalidRequest):
+        session.ask("two")
+    session.options = SamplingOptions()
+    said("/compare other")
+    assert [[m.content for m in asked] for asked in model.asked[-2:]] == [["one", "ONE", "two"]] * 2
+    assert contents(session) == ["one", "ONE", "two", "TWO"]
+
+
 def test_compare_needs_a_question(session: ChatSession, said) -> None:
     assert said("/compare").startswith("usage: /compare SEED|MODEL [QUESTION]")
     assert said("/compare 7").startswith("usage: /compare")
