@@ -317,11 +317,12 @@ class _TokenFrames(Frames):
         self._top_tokens = _top_tokens(submitted) if body.parameters.top_n_tokens else None
 
     def delta(self, delta: Delta) -> bytes:
-        """Where a delta has several tokens, the last one carries the text."""
+        """Return an event for each token; see `_tokens` for their texts."""
         self._text.append(delta.text)
         events = b""
         # A decoding loop may end its sequence without a last token; the event of the ending needs one.
-        tokens = _tokens(delta, self._submitted) or [{**_NO_TOKEN, "text": delta.text}]
+        no_token = {**_NO_TOKEN, "text": delta.text, "special": not delta.text}
+        tokens = _tokens(delta, self._submitted) or [no_token]
         top_tokens = self._top_tokens.read(delta) if self._top_tokens else []
         for index, token in enumerate(tokens):
             self._num_tokens += 1
@@ -421,7 +422,10 @@ def _top_tokens(submitted: SubmittedRequest) -> TopTokenReader:
 
 
 def _tokens(delta: Delta, submitted: SubmittedRequest) -> list[dict[str, Any]]:
-    """Return TGI's token objects; the text of a delta goes to its last token."""
+    """Return TGI's token objects; the text of a delta goes to its last token, if possible not a special one.
+
+    A token with text is not special, since clients leave out the text of special tokens.
+    """
     special = submitted.model.tokenizer.eos_token_ids
     tokens: list[dict[str, Any]] = [
         {
@@ -433,6 +437,7 @@ def _tokens(delta: Delta, submitted: SubmittedRequest) -> list[dict[str, Any]]:
         }
         for token_id, logprob in zip(delta.token_ids, delta.logprobs, strict=True)
     ]
-    if tokens:
-        tokens[-1]["text"] = delta.text
+    if tokens and delta.text:
+        last = next((token for token in reversed(tokens) if not token["special"]), tokens[-1])
+        last |= {"text": delta.text, "special": False}
     return tokens

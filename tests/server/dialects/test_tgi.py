@@ -6,7 +6,9 @@ import shutil
 import httpx2
 import pytest
 
+from genserve.text.tokenizer import Tokenizer
 from tests.support.live_server import LiveServer
+from tests.support.scripted_model import scripted_repository
 
 
 def generate(http, inputs="hello there", **parameters):
@@ -64,6 +66,18 @@ def test_the_stream_has_one_event_per_token_and_the_whole_text_in_the_last(http)
     assert stream[-1]["details"]["finish_reason"] == "length"
     assert "".join(e["token"]["text"] for e in stream) == whole
     assert "[DONE]" not in response.text
+
+
+def test_a_special_token_has_no_text_since_clients_leave_it_out(tiny_repository, tmp_path):
+    end = Tokenizer.from_folder(tiny_repository / "tiny_tokenizer" / "1").eos_token
+    scripts = {"#1": "ok: 12", "#2": f"ok: 12{end}"}
+    root = scripted_repository(tiny_repository, tmp_path / "repository", scripts, tokens_per_step=9)
+    with LiveServer(root) as server:
+        for prompt, stop in (("#1", ["2!"]), ("#2", ["2!"]), ("#2", [])):
+            body = {"inputs": prompt, "parameters": {"stop": stop}}
+            stream = events(httpx2.post(f"{server.url}/generate_stream", json=body, timeout=60))
+            shown = "".join(e["token"]["text"] for e in stream if not e["token"]["special"])
+            assert shown == stream[-1]["generated_text"] == "ok: 12"
 
 
 def test_the_root_route_streams_or_answers_a_list(http):
