@@ -94,10 +94,6 @@ class RequestRanking(Generic[ReplicaId]):
         if replica in self._observed:   # so that its next statistics count as new ones
             self._observed[replica] = replace(self._observed[replica], num_free=0)
 
-    def is_sent(self, request_id: Hashable) -> bool:
-        """Return whether `sent` was called for a request that has not ended."""
-        return request_id in self._sent_to
-
     def sent(self, request_id: Hashable, request: object, replica: ReplicaId) -> None:
         """Record that a request is (about to be) sent to a replica, and no longer to any other."""
         before = self._sent_to.get(request_id)
