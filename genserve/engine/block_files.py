@@ -3,14 +3,16 @@
     FOLDER/1f0c...            a folder for each fingerprint of a model: what its keys and values depend on
     FOLDER/1f0c.../ab12....kv blocks that were written together, behind a table of their keys and checksums
 
-A file is written under a hidden name, renamed when it is whole, and never changed. The checksums find what a
-system that lost power has left of it, so no file is synchronized. The modification time says when one of its
-blocks was last used.
+The table fills whole pages, so that blocks of whole pages go past the page cache, from and to the memory of
+the caller. A file is written under a hidden name, renamed when it is whole, and never changed. The checksums
+find what a system that lost power has left of it, so no file is synchronized. The modification time says when
+one of its blocks was last used.
 """
 
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import re
 import secrets
@@ -18,7 +20,6 @@ import struct
 import threading
 import time
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,13 +36,14 @@ logger = logging.getLogger(__name__)
 
 _HEAD = struct.Struct("<8sIIQ")  # mark of the format, checksum of the table, number and size of blocks
 _ENTRY = struct.Struct("<32sI")  # of the table: the key of a block, and the checksum of its content
-_MARK = b"genserv2"
+_MARK = b"genserv3"
 _FOLDER_NAME = re.compile(r"[0-9a-f]{32}")
 _FILE_NAME = re.compile(r"[0-9a-f]{64}\.kv")
 _UNFINISHED = re.compile(r"\.[0-9a-f]{64}\.[0-9a-f]{16}")
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 _DIRECT: int = getattr(os, "O_DIRECT", 0)  # macOS has none
 _PAGE_BYTES = 4096  # to which disks and file systems align what goes past the page cache
+_HUGE_PAGE_BYTES = 2 << 20
 # A change is not seen if the folder has changed in the same tick of the file system's clock, or while a block
 # was written; then it is found when the folder is listed again.
 _LIST_AGAIN_S = 10.0
@@ -76,10 +78,7 @@ class BlockFiles:
         self._seed = zlib.crc32(fingerprint.encode())
         # Names its unfinished files: servers in containers may have equal ids of processes and threads.
         self._writer = secrets.token_hex(8)
-        # Threads that read share two buffers, and the one that writes has its own: fresh memory takes longer
-        # than the transfer.
-        self._read_buffers: deque[NDArray[np.uint8]] = deque(maxlen=2)
-        self._buffer = _whole_pages(0)
+        self._header = whole_pages(_PAGE_BYTES)  # of the file that is being written
         self._lock = threading.RLock()  # held to change what follows
         self._files: dict[str, _File] = {}  # by name
         self._places: dict[bytes, tuple[_File, int]] = {}  # by key: the file, and the number in its table
@@ -115,7 +114,8 @@ class BlockFiles:
 
         Args:
             keys: the blocks.
-            rows: [at least len(keys), block_bytes], is overwritten from the first row on.
+            rows: [at least len(keys), block_bytes], C-contiguous, best in `whole_pages`; is overwritten from
+                the first row on.
 
         Returns:
             How many were read; 0: the first one is in no file, or the file is damaged.
@@ -127,28 +127,23 @@ class BlockFiles:
         pairs = zip(keys, file.entries[first:], strict=False)
         sums = [checksum for _, (_, checksum) in takewhile(lambda pair: pair[0] == pair[1][0], pairs)]
         start = file_bytes(len(file.entries), 0) + first * file.block_bytes
-        end = start + len(sums) * file.block_bytes
-        from_page = start // _PAGE_BYTES * _PAGE_BYTES
         path = self._folder / file.name
-        buffer = self._read_buffer(end - from_page)
+        found = rows[: len(sums)]
+        content = found.reshape(-1).data
         try:
-            content = buffer[: _page_end(end - from_page)]
             with path.open("rb", buffering=0) as opened:
-                opened.seek(from_page)
+                opened.seek(start)
                 descriptor = opened.fileno()
-                size = _uncached(descriptor, partial(os.readv, descriptor, [content.data]))
-                while size < end - from_page and (more := os.readv(descriptor, [content[size:].data])):
+                size = _uncached(descriptor, partial(os.readv, descriptor, [content]))
+                while size < len(content) and (more := os.readv(descriptor, [content[size:]])):
                     size += more
-            rows[: len(sums)] = content[start - from_page : end - from_page].reshape(len(sums), -1)
         except FileNotFoundError:
             self._forget(file)
             return 0
         except OSError as error:
             logger.warning("%s cannot be read, and its tokens are computed again: %s", path, error.strerror)
             return 0
-        finally:
-            self._read_buffers.append(buffer)
-        if size < end - from_page or [_checksum(row) for row in rows[: len(sums)]] != sums:
+        if size < len(content) or _checksums(found) != sums:
             self._discard(file)
             return 0
         return len(sums)
@@ -158,7 +153,7 @@ class BlockFiles:
 
         Args:
             keys: the blocks.
-            rows: [len(keys), block_bytes], their contents.
+            rows: [len(keys), block_bytes], their contents, best in `whole_pages`.
 
         Raises:
             OSError: the file cannot be written; none is left behind.
@@ -168,27 +163,24 @@ class BlockFiles:
             return 0
         if len(missing) < len(keys):
             keys, rows = [keys[index] for index in missing], rows[missing]
-        entries = [(key, _checksum(row)) for key, row in zip(keys, rows, strict=True)]
-        header = self._header(entries, rows.shape[1])
+        entries = [*zip(keys, _checksums(rows), strict=True)]
+        header = self._fill_header(entries, rows.shape[1])
         # Two processes that computed the same blocks with other bits have files with other names.
         stem = blake2b(header, digest_size=32).hexdigest()
         file = _File(f"{stem}.kv", rows.shape[1], entries)
         changed_ns = self._changed_ns()
         # Not pathlib and io: a writer of small files would hold the interpreter for longer than it writes.
         unfinished = f"{self._folder}/.{stem}.{self._writer}"
-        num_bytes = len(header) + rows.nbytes
-        if len(self._buffer) < num_bytes:
-            self._buffer = _whole_pages(num_bytes)
-        content = self._buffer[:num_bytes]
-        content[: len(header)] = np.frombuffer(header, np.uint8)
-        content[len(header) :] = rows.reshape(-1)
+        content = rows.reshape(-1).data
+        num_bytes, num_aligned = len(header) + len(content), len(content) // _PAGE_BYTES * _PAGE_BYTES
         try:
             opened = self._create(unfinished)
             try:
-                whole_pages = content[: len(content) // _PAGE_BYTES * _PAGE_BYTES]
-                size = _uncached(opened, partial(os.write, opened, whole_pages.data))
-                while size < len(content):  # a part of a page, or the disk is nearly full
-                    size += os.write(opened, content[size:].data)
+                size = _uncached(opened, partial(os.writev, opened, [header, content[:num_aligned]]))
+                while size < num_bytes:  # a part of a page, or the disk is nearly full
+                    begun = size - len(header)
+                    rest = [content[begun:]] if begun >= 0 else [header[size:], content]
+                    size += os.writev(opened, rest)
             finally:
                 os.close(opened)
             os.replace(unfinished, f"{self._folder}/{file.name}")  # noqa: PTH105
@@ -214,14 +206,6 @@ class BlockFiles:
             with suppress(OSError):
                 os.utime(f"{self._folder}/{name}", ns=(now_ns + number, now_ns + number))
 
-    def _read_buffer(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Return memory of whole pages that no other thread uses."""
-        try:
-            buffer = self._read_buffers.pop()
-        except IndexError:
-            return _whole_pages(num_bytes)
-        return buffer if len(buffer) >= num_bytes else _whole_pages(num_bytes)
-
     def _create(self, path: str) -> int:
         try:
             return os.open(path, _CREATE, 0o666)
@@ -244,7 +228,7 @@ class BlockFiles:
                 head = opened.read(_HEAD.size).ljust(_HEAD.size)
                 mark, checksum, num_blocks, block_bytes = _HEAD.unpack(head)
                 is_whole = os.fstat(opened.fileno()).st_size == file_bytes(num_blocks, block_bytes)
-                table = opened.read(num_blocks * _ENTRY.size) if is_whole else b""
+                table = opened.read(file_bytes(num_blocks, 0) - _HEAD.size) if is_whole else b""
         except FileNotFoundError:  # deleted meanwhile
             return
         except OSError as error:
@@ -252,16 +236,25 @@ class BlockFiles:
             self._add(_File(name))  # or each listing would say so
             return
         if mark == _MARK and is_whole and checksum == self._table_checksum(table, block_bytes):
-            self._add(_File(name, block_bytes, [*_ENTRY.iter_unpack(table)]))
+            entries = _ENTRY.iter_unpack(table[: num_blocks * _ENTRY.size])
+            self._add(_File(name, block_bytes, [*entries]))
         else:
             self._discard(_File(name))
 
-    def _header(self, entries: Sequence[tuple[bytes, int]], block_bytes: int) -> bytes:
-        """Return what a file has before its blocks."""
-        table = b"".join(_ENTRY.pack(*entry) for entry in entries)
-        return _HEAD.pack(_MARK, self._table_checksum(table, block_bytes), len(entries), block_bytes) + table
+    def _fill_header(self, entries: Sequence[tuple[bytes, int]], block_bytes: int) -> memoryview:
+        """Return what a file has before its blocks, until the next file is written."""
+        num_bytes = file_bytes(len(entries), 0)
+        if len(self._header) < num_bytes:
+            self._header = whole_pages(num_bytes)
+        header = self._header[:num_bytes].data
+        header[_HEAD.size :] = b"".join(_ENTRY.pack(*entry) for entry in entries).ljust(
+            num_bytes - _HEAD.size, b"\0"
+        )
+        checksum = self._table_checksum(header[_HEAD.size :], block_bytes)
+        _HEAD.pack_into(header, 0, _MARK, checksum, len(entries), block_bytes)
+        return header
 
-    def _table_checksum(self, table: bytes, block_bytes: int) -> int:
+    def _table_checksum(self, table: bytes | memoryview, block_bytes: int) -> int:
         return zlib.crc32(table, zlib.crc32(block_bytes.to_bytes(8, "little"), self._seed))
 
     def _add(self, file: _File) -> None:
@@ -301,19 +294,30 @@ class BlockFiles:
 
 def file_bytes(num_blocks: int, block_bytes: int) -> int:
     """Return the size of a file."""
-    return _HEAD.size + num_blocks * (_ENTRY.size + block_bytes)
+    return _page_end(_HEAD.size + num_blocks * _ENTRY.size) + num_blocks * block_bytes
+
+
+def max_blocks(max_file_bytes: int, block_bytes: int) -> int:
+    """Return how many blocks a file of at most this size has, or 1."""
+    return max(1, (max_file_bytes - _HEAD.size - _PAGE_BYTES) // (_ENTRY.size + block_bytes))
 
 
 def _page_end(num_bytes: int) -> int:
     return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
-def _whole_pages(num_bytes: int) -> NDArray[np.uint8]:
-    """Return memory that begins and ends with a page."""
-    size = _page_end(num_bytes)
-    memory = np.empty(size + _PAGE_BYTES, np.uint8)
-    start = -memory.ctypes.data % _PAGE_BYTES
-    return memory[start : start + size]
+def whole_pages(num_bytes: int) -> NDArray[np.uint8]:
+    """Return memory of whole pages, huge ones if it is large, of at least `num_bytes` > 0.
+
+    Other memory is read and written through the page cache.
+    """
+    page_bytes = _PAGE_BYTES if num_bytes < _HUGE_PAGE_BYTES else _HUGE_PAGE_BYTES
+    size = -(-num_bytes // page_bytes) * page_bytes
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if page_bytes == _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # the system has none
+            memory.madvise(mmap.MADV_HUGEPAGE)  # the disk's driver takes longer with each page
+    return np.frombuffer(memory, np.uint8)
 
 
 def _uncached(opened: int, transfer: Callable[[], int]) -> int:
@@ -330,11 +334,13 @@ def _uncached(opened: int, transfer: Callable[[], int]) -> int:
         fcntl(opened, F_SETFL, 0)
 
 
-def _checksum(row: NDArray[np.uint8]) -> int:
-    """Return the CRC-32 of the sums of a row's pages; that of all bytes takes longer than to write them."""
-    num_whole = len(row) // _PAGE_BYTES * _PAGE_BYTES
-    sums = row[:num_whole].view(np.uint64).reshape(-1, _PAGE_BYTES // 8).sum(axis=1)
-    return zlib.crc32(row[num_whole:].data, zlib.crc32(sums.data))
+def _checksums(rows: NDArray[np.uint8]) -> list[int]:
+    """Return the CRC-32 of the sums of each row's pages; that of all bytes would take longer than writing."""
+    num_pages = rows.shape[1] // _PAGE_BYTES
+    words = rows[:, : num_pages * _PAGE_BYTES].view(np.uint64)
+    sums = words.reshape(len(rows), num_pages, _PAGE_BYTES // 8).sum(axis=2)
+    rests = rows[:, num_pages * _PAGE_BYTES :]
+    return [zlib.crc32(rest.data, zlib.crc32(sum_.data)) for sum_, rest in zip(sums, rests, strict=True)]
 
 
 def trim(folder: Path, *, max_bytes: int) -> int:

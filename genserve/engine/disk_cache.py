@@ -23,7 +23,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.engine.block_files import BlockFiles, file_bytes, trim
+from genserve.engine.block_files import BlockFiles, file_bytes, max_blocks, trim, whole_pages
 from genserve.engine.engine_request import Request
 from genserve.engine.prefix_cache import StoredBlocks, block_keys
 from genserve.generation_metrics import GenerationMetrics
@@ -31,8 +31,8 @@ from genserve.generation_metrics import GenerationMetrics
 logger = logging.getLogger(__name__)
 
 # The engine takes a part of a prompt's blocks between two steps. A file has at most a part, too.
-_PART_BYTES = 4 << 20
-_MAX_SPARE_PARTS = 4  # whose memory is kept; fresh memory takes longer than reading and checking the file
+_PART_BYTES = 8 << 20
+_MAX_SPARE_PARTS = 4  # whose memory is kept; fresh memory takes longer than the disk
 _MAX_UNWRITTEN_BYTES = 256 << 20  # copies that wait for a slow disk; further blocks are not written
 # A folder is looked through and trimmed when a model has written a part of its spare space, 1/16 of the
 # limit, since other models and processes write too.
@@ -48,21 +48,21 @@ class BlockMemory(Protocol):
     def block_bytes(self) -> int:
         """Size of one block."""
 
-    def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
-        """Return a copy of whole blocks: [len(block_ids), block_bytes]."""
+    def read_blocks(self, block_ids: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        """Copy whole blocks into `rows`: [len(block_ids), block_bytes]."""
 
     def write_blocks(self, block_ids: Sequence[int], rows: NDArray[np.uint8]) -> None:
-        """Overwrite whole blocks with what `read_blocks` has returned."""
+        """Overwrite whole blocks with rows of `read_blocks`."""
 
     @property
     def state_bytes(self) -> int:
         """Size of the recurrent state of one sequence; 0: the model has none."""
 
-    def read_states(self, slots: Sequence[int]) -> NDArray[np.uint8]:
-        """Return a copy of recurrent states: [len(slots), state_bytes]."""
+    def read_states(self, slots: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        """Copy recurrent states into `rows`: [len(slots), state_bytes]."""
 
     def write_states(self, slots: Sequence[int], rows: NDArray[np.uint8]) -> None:
-        """Overwrite recurrent states with what `read_states` has returned."""
+        """Overwrite recurrent states with rows of `read_states`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +126,7 @@ class DiskCache:
         """
         self.memory = memory
         self.writes = folder is not None
-        self.part_blocks = max(1, _PART_BYTES // file_bytes(1, memory.block_bytes))
+        self.part_blocks = max_blocks(_PART_BYTES, memory.block_bytes)
         self._name = name
         self._block_size = block_size
         self._metrics = metrics
@@ -148,15 +148,18 @@ class DiskCache:
     def store(self, blocks: Sequence[tuple[bytes, int]]) -> None:
         """Copy blocks, given by keys and numbers, which are written soon; for the engine's thread."""
         blocks = blocks[: self._reserve(len(blocks), self.memory.block_bytes)]
-        if blocks:
-            rows = self.memory.read_blocks([block for _, block in blocks])
-            self._work.put(_Copies([key for key, _ in blocks], rows))
+        for start in range(0, len(blocks), self.part_blocks):
+            part = blocks[start : start + self.part_blocks]
+            rows = self._rows(len(part), self.memory.block_bytes)
+            self.memory.read_blocks([block for _, block in part], rows)
+            self._work.put(_Copies([key for key, _ in part], rows))
 
     def store_states(self, snapshots: Sequence[tuple[bytes, int]]) -> None:
         """Do the same with states at the ends of blocks, given by the keys of these and by slots."""
         snapshots = snapshots[: self._reserve(len(snapshots), self.memory.state_bytes)]
         if snapshots:
-            rows = self.memory.read_states([slot for _, slot in snapshots])
+            rows = self._rows(len(snapshots), self.memory.state_bytes)
+            self.memory.read_states([slot for _, slot in snapshots], rows)
             self._work.put(_Copies([_state_key(key) for key, _ in snapshots], rows))
 
     def _reserve(self, num_copies: int, copy_bytes: int) -> int:
@@ -217,7 +220,7 @@ class DiskCache:
         self._metrics.disk_cache_queried(tokens=len(missing) * self._block_size)
         for start in range(0, len(missing), self.part_blocks):
             wanted = missing[start : start + self.part_blocks]
-            rows = self._part()
+            rows = self._rows(len(wanted), self.memory.block_bytes)
             num_read = self._read([keys[index] for index in wanted], rows)
             if num_read:
                 num_bytes = num_read * self.memory.block_bytes
@@ -252,11 +255,16 @@ class DiskCache:
             self._work.put(None)
             self._thread.join(_CLOSE_S)
 
-    def _part(self) -> NDArray[np.uint8]:
+    def _rows(self, num_rows: int, row_bytes: int) -> NDArray[np.uint8]:
+        """Return memory for blocks or states, as a rule that of a part which nobody reads any more."""
+        num_bytes = num_rows * row_bytes
         try:
-            return self._spare.pop()
+            memory = self._spare.pop()
         except IndexError:
-            return np.empty((self.part_blocks, self.memory.block_bytes), np.uint8)
+            memory = None
+        if memory is None or len(memory) < num_bytes:
+            memory = whole_pages(max(num_bytes, self.part_blocks * self.memory.block_bytes))
+        return memory[:num_bytes].reshape(num_rows, row_bytes)
 
     def _up_to_a_state(
         self,
@@ -327,7 +335,7 @@ class DiskCache:
                 files.touch(work)
                 continue
             num_rows, row_bytes = work.rows.shape
-            per_file = max(1, min(_PART_BYTES, share_bytes) // file_bytes(1, row_bytes))
+            per_file = max_blocks(min(_PART_BYTES, share_bytes), row_bytes)
             for start in range(0, num_rows, per_file):
                 keys, rows = work.keys[start : start + per_file], work.rows[start : start + per_file]
                 size = file_bytes(len(rows), row_bytes)
@@ -342,6 +350,7 @@ class DiskCache:
                 num_bytes = files.write(keys, rows)
                 left_bytes -= num_bytes
                 self._metrics.disk_cache_written(num_bytes)
+            self.recycle(work.rows)
             with self._lock:
                 self._unwritten_bytes -= work.rows.nbytes
 

@@ -18,7 +18,7 @@ from genserve.request_context import NO_KEY, KeyShare
 
 SequenceT = TypeVar("SequenceT", bound=SubmittedSequence)
 
-_MAX_STORED = 8  # parts of prompts that were read from files and wait for the end of a step
+_MAX_STORED = 4  # parts of prompts that were read from files and wait for the end of a step
 
 
 @dataclass(slots=True)

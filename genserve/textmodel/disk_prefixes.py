@@ -31,7 +31,7 @@ from genserve.textmodel.runtimes.pipeline_logits import PipelineLogits
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 2  # of the files; another one gives all blocks other fingerprints
+_FORMAT = 3  # of the files; another one gives all blocks other fingerprints
 _PIECE_BYTES = 4 << 20  # of a file, hashed by one thread
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from genserve.engine.block_files import BlockFiles, file_bytes, trim
+from genserve.engine.block_files import BlockFiles, file_bytes, trim, whole_pages
 
 ONE, OTHER = "1" * 32, "2" * 32
 
@@ -153,15 +153,15 @@ def test_a_file_that_cannot_be_read_is_reported_once(tmp_path, caplog):
 
 def test_two_servers_write_the_same_blocks_at_once(tmp_path, monkeypatch):
     """In containers, both may have the same ids of process and thread."""
-    os_write = os.write
+    os_writev = os.writev
 
-    def write_after_another(descriptor, buffer):
-        size = os_write(descriptor, buffer)
-        monkeypatch.setattr(os, "write", os_write)
+    def write_after_another(descriptor, buffers):
+        size = os_writev(descriptor, buffers)
+        monkeypatch.setattr(os, "writev", os_writev)
         assert write(opened(tmp_path), 1, 2) == file_bytes(2, 64)
         return size
 
-    monkeypatch.setattr(os, "write", write_after_another)
+    monkeypatch.setattr(os, "writev", write_after_another)
     files = opened(tmp_path)
     write(files, 1, 2)
     assert read(files, 1, 2) == [1, 2]
@@ -272,7 +272,7 @@ def test_only_blocks_and_what_killed_processes_left_are_deleted(tmp_path):
 @pytest.mark.parametrize("can", ["all", "open", "nothing", "a page at a time"])
 def test_any_file_system_writes_the_same(tmp_path, monkeypatch, num_bytes, can):
     """Some refuse to go past the page cache when a file is opened so, others when it is used."""
-    is_direct, os_write, os_readv = [], os.write, os.readv
+    is_direct, os_writev, os_readv = [], os.writev, os.readv
 
     def set_flags(descriptor, command, flags):
         if flags and can == "nothing":
@@ -280,15 +280,16 @@ def test_any_file_system_writes_the_same(tmp_path, monkeypatch, num_bytes, can):
         is_direct.append(flags)
         return fcntl.fcntl(descriptor, command, flags)
 
-    def part(buffer):
+    def part(buffers):
         if is_direct and is_direct[-1] and can == "open":
             raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-        return buffer[:4096] if can == "a page at a time" else buffer
+        return [buffers[0][:4096]] if can == "a page at a time" else buffers
 
     monkeypatch.setattr("genserve.engine.block_files.fcntl", set_flags)
-    monkeypatch.setattr(os, "write", lambda descriptor, buffer: os_write(descriptor, part(buffer)))
-    monkeypatch.setattr(os, "readv", lambda descriptor, buffers: os_readv(descriptor, [part(buffers[0])]))
-    rows = np.stack([content(number, num_bytes=num_bytes) for number in (1, 2)])
+    monkeypatch.setattr(os, "writev", lambda descriptor, buffers: os_writev(descriptor, part(buffers)))
+    monkeypatch.setattr(os, "readv", lambda descriptor, buffers: os_readv(descriptor, part(buffers)))
+    rows = whole_pages(2 * num_bytes)[: 2 * num_bytes].reshape(2, num_bytes)
+    rows[:] = [content(number, num_bytes=num_bytes) for number in (1, 2)]
     assert opened(tmp_path).write([key(1), key(2)], rows) == file_bytes(2, num_bytes)
     got = np.zeros_like(rows)
     assert opened(tmp_path).read([key(1), key(2)], got) == 2

@@ -239,7 +239,7 @@ def test_damaged_shipped_blocks_are_told_once_and_stay(tmp_path, caplog):
 
 
 def test_the_limit_of_the_folder_holds(tmp_path):
-    num_bytes = 8 << 10
+    num_bytes = 256 << 10
     with Server(tmp_path, max_bytes=num_bytes) as server:
         for number in range(40):
             server.answer([number, *PROMPT])
@@ -250,7 +250,7 @@ def test_the_limit_of_the_folder_holds(tmp_path):
 
 
 def test_the_limit_holds_for_several_models(tmp_path):
-    num_bytes, sizes = 32 << 10, []
+    num_bytes, sizes = 512 << 10, []
     with ExitStack() as running:
         servers = [
             running.enter_context(Server(tmp_path, fingerprint=name * 32, max_bytes=num_bytes))
@@ -264,13 +264,13 @@ def test_the_limit_holds_for_several_models(tmp_path):
 
 
 def test_a_prompt_that_is_used_again_is_deleted_last_and_from_its_end(tmp_path):
-    with Server(tmp_path, max_bytes=16 << 10) as server:
+    with Server(tmp_path, max_bytes=272 << 10) as server:
         server.answer(PROMPT)
         for number in range(10):
             server.answer([30 + number, *PROMPT])
         server.answer(PROMPT)  # from memory
     trim(tmp_path, max_bytes=2 * file_bytes(2, 64))  # of three files that have the prompt
-    with Server(tmp_path, max_bytes=16 << 10) as server:
+    with Server(tmp_path, max_bytes=272 << 10) as server:
         assert server.answer(PROMPT) == len(PROMPT) - 4 * 4
 
 
@@ -291,7 +291,7 @@ def test_a_limit_without_room_for_a_block_is_told_once(tmp_path, caplog):
         server.answer([9, *PROMPT])
     assert [r.getMessage() for r in caplog.records if "any more" in r.getMessage()] == [
         f"the prefix cache of model test is not written to {tmp_path} any more, until it is loaded again: "
-        "200 bytes are too few for its blocks, at least 1984"
+        "200 bytes are too few for its blocks, at least 66560"
     ]
 
 
@@ -406,7 +406,7 @@ def test_answers_are_those_of_a_server_without_files(
         model_class = RecurrentLogits if states else PagedLogits
         model = model_class(max_length=32, num_blocks=num_blocks)
         speculation = Speculation(Oracle(error_rate=0.2)) if drafts else None
-        with Server(folder, model=model, max_bytes=4 << 10, speculation=speculation) as server:
+        with Server(folder, model=model, max_bytes=72 << 10, speculation=speculation) as server:
             streams = [
                 (
                     prompt,

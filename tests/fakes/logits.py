@@ -100,15 +100,14 @@ class PagedLogits:
     def state_bytes(self) -> int:
         return 8 if self.num_state_slots else 0
 
-    def read_states(self, slots: Sequence[int]) -> NDArray[np.uint8]:
+    def read_states(self, slots: Sequence[int], rows: NDArray[np.uint8]) -> None:
         raise AssertionError("the model has no states")
 
     def write_states(self, slots: Sequence[int], rows: NDArray[np.uint8]) -> None:
         raise AssertionError("the model has no states")
 
-    def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
-        parts = [self._tokens[block_ids], self._digests[block_ids]]
-        return np.concatenate(parts, axis=1).view(np.uint8)
+    def read_blocks(self, block_ids: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        rows.view(np.int64)[:] = np.concatenate([self._tokens[block_ids], self._digests[block_ids]], axis=1)
 
     def write_blocks(self, block_ids: Sequence[int], rows: NDArray[np.uint8]) -> None:
         self._tokens[block_ids], self._digests[block_ids] = np.split(rows.view(np.int64), 2, axis=1)

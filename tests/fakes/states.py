@@ -48,8 +48,8 @@ class RecurrentLogits(PagedLogits):
             self.states[targets[row]] = reduce(digest_after, batch.token_ids[start:end].tolist(), before)
         return rows
 
-    def read_states(self, slots: Sequence[int]) -> NDArray[np.uint8]:
-        return self.states[slots][:, np.newaxis].view(np.uint8)
+    def read_states(self, slots: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        rows[:] = self.states[slots][:, np.newaxis].view(np.uint8)
 
     def write_states(self, slots: Sequence[int], rows: NDArray[np.uint8]) -> None:
         self.states[slots] = rows.view(np.int64)[:, 0]

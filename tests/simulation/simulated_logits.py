@@ -149,18 +149,18 @@ class SimulatedLogits:
     def state_bytes(self) -> int:
         return self.states.itemsize if self.num_state_slots else 0
 
-    def read_blocks(self, block_ids: Sequence[int]) -> NDArray[np.uint8]:
+    def read_blocks(self, block_ids: Sequence[int], rows: NDArray[np.uint8]) -> None:
         chosen = list(block_ids)
         parts = [self.cache[chosen].view(np.uint8), self._nan_blocks[chosen].view(np.uint8)]
-        return np.concatenate(parts, axis=1) ^ self._weights
+        rows[:] = np.concatenate(parts, axis=1) ^ self._weights
 
     def write_blocks(self, block_ids: Sequence[int], rows: NDArray[np.uint8]) -> None:
         digests, poisoned = np.split(rows ^ self._weights, [self.block_size * self.cache.itemsize], axis=1)
         self.cache[list(block_ids)] = np.ascontiguousarray(digests).view(np.uint32)
         self._nan_blocks[list(block_ids)] = poisoned != 0
 
-    def read_states(self, slots: Sequence[int]) -> NDArray[np.uint8]:
-        return self.states[list(slots), np.newaxis].view(np.uint8) ^ self._weights
+    def read_states(self, slots: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        rows[:] = self.states[list(slots), np.newaxis].view(np.uint8) ^ self._weights
 
     def write_states(self, slots: Sequence[int], rows: NDArray[np.uint8]) -> None:
         self.states[list(slots)] = (rows ^ self._weights).view(np.uint32)[:, 0]

@@ -286,7 +286,7 @@ def leaves_copies_to_a_full_disk(_run):
 
 
 PLANTS: dict[str, Plant] = {
-    "a torn file read": replaced(block_files, "_checksum", lambda _: lambda row: 0),
+    "a torn file read": replaced(block_files, "_checksums", lambda _: lambda rows: [0] * len(rows)),
     "blocks of other weights": replaced(BlockFiles, "__init__", ignores_the_fingerprint),
     "copies that a full disk leaves": replaced(DiskCache, "_run", leaves_copies_to_a_full_disk),
     "a leaked block": replaced(KVCacheManager, "_free_blocks", leaks_a_block),

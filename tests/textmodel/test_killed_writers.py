@@ -57,14 +57,15 @@ def serve_until_killed(repository: str, folder: str, seed: str) -> None:
     import os
     import time
 
-    write = os.write
+    writev = os.writev
 
-    def write_half(descriptor: int, content: memoryview) -> int:
-        size = write(descriptor, content[: max(len(content) // 2, 1024)])
+    def write_half(descriptor: int, parts: Sequence[memoryview]) -> int:
+        content = b"".join(parts)
+        size = writev(descriptor, [content[: max(len(content) // 2, 1024)]])
         time.sleep(0.001)
         return size
 
-    os.write = write_half  # type: ignore[assignment]
+    os.writev = write_half  # type: ignore[assignment]
     rng = Random(seed)
     path = PrefixCacheFolder(path=Path(folder), max_bytes=FOLDER_BYTES)
     with model(Path(repository), path) as served:
