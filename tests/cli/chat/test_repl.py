@@ -144,7 +144,7 @@ def test_an_error_is_printed_and_the_chat_continues(terminal: Terminal) -> None:
     terminal.expect("error[invalid_request]")
     terminal.expect("ask something else")
     say(terminal, "full" + ENTER)
-    terminal.expect("/undo removes the last exchange, /clear all of them")
+    terminal.expect("/undo removes the last exchange, and then /retry asks again")
     say(terminal, "hello" + ENTER)
     terminal.expect("HELLO")
     say(terminal, CTRL_D)
