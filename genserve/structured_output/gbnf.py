@@ -2,11 +2,18 @@ r"""GBNF: llama.cpp's notation of grammars, which llguidance converts to Lark's.
 
 Its converter loses the zeros of `\u00e9`, reads `&&`, `--` and `~~` in a class as Rust's operations on sets,
 and has `.` match no newline. So characters and classes are rewritten before.
+
+A rule of llama.cpp's matches in any way that lets the rest match; a terminal of Lark's matches as much as it
+can, so that nothing would follow `word` in `word "ing"`. So a grammar without recursion becomes one terminal.
+In a recursive one, a rule that needs no recursive rule matches as much as it can.
 """
 
 from __future__ import annotations
 
 import re
+
+from genserve.prompt import TextFormat
+from genserve.structured_output.text_grammar import text_rules
 
 _CHAR = r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)|[^\\]"
 # The texts, classes, comments and dots of a grammar.
@@ -27,12 +34,14 @@ def gbnf_to_lark(grammar: str) -> str:
     """Return a grammar in Lark's notation.
 
     Raises:
-        ValueError: it has an unknown escape, or one that is no character.
-        Exception: llguidance's converter rejects it.
+        ValueError: it has an escape that is no character, or llguidance's converter rejects it.
     """
     from llguidance import grammar_from
 
-    return grammar_from("gbnf", _PART.sub(_rewritten, grammar))
+    lark = grammar_from("gbnf", _PART.sub(_rewritten, grammar))
+    form = TextFormat(syntax="lark", definition=lark.removeprefix("%llguidance {}"))
+    rules = text_rules(form, name="TEXT", in_json=False)
+    return lark if rules is None else "\n".join(["start: TEXT", *rules])
 
 
 def _rewritten(part: re.Match[str]) -> str:

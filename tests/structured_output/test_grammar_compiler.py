@@ -130,6 +130,19 @@ def test_characters_of_a_grammar_are_those_of_its_notation(grammars, tokenizer, 
     assert accepts(begin(grammars, grammar=grammar), tokenizer, text)
 
 
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        ('root ::= word "ing"\nword ::= [a-z]+', "going"),
+        ('root ::= "<" text "</end>"\ntext ::= [^\\x00]*', "<a<b\n</end>"),
+        ('root ::= item ("," item)*\nitem ::= ws [0-9]{1,2} ws\nws ::= | " " b\nb ::= " "*', "1 ,  23 "),
+        ('root ::= "(" root ")" | [0-9]+ | ""', "((12))"),
+    ],
+)
+def test_rules_of_gbnf_match_in_any_way_that_lets_the_rest_match(grammars, tokenizer, grammar, text):
+    assert accepts(begin(grammars, grammar=grammar), tokenizer, text)
+
+
 WEATHER = {"begin": "<f=rain>", "schema": {"enum": [1, 2]}, "end": "</f>"}
 CLOCK = {"begin": "<f=time>", "schema": {"type": "array", "maxItems": 0}, "end": "</f>"}
 TAG = {"structures": [WEATHER, CLOCK], "triggers": ["<f="]}
@@ -240,7 +253,7 @@ def test_a_token_that_is_not_allowed_is_rejected(grammars, tokenizer):
         ({"json": {"$ref": "#"}}, "no text"),
         ({"json": {"const": 1, "minimum": 2}}, "nsatisfiable"),
         # Each way to begin is an item of the parser.
-        ({"grammar": "root ::= " + " | ".join(f'"{number}"' for number in range(3000))}, "items"),
+        ({"grammar": "start: " + " | ".join(f'"{number}"' for number in range(3000))}, "items"),
     ],
 )
 def test_a_grammar_that_does_not_compile_is_rejected_with_the_reason(grammars, options, reason):
