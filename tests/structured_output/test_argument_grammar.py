@@ -30,6 +30,7 @@ BAR = "\uff5c"
 # The marks that are tokens in the vocabularies of these models.
 MARKS = {
     "qwen3_coder": ("<tool_call>", "</tool_call>"),
+    "seed_oss": ("<seed:tool_call>", "</seed:tool_call>"),
     "glm45": ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     "glm47": ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     "minimax_m2": ("<minimax:tool_call>", "</minimax:tool_call>"),
