@@ -17,7 +17,7 @@ from genserve.engine.generation_request import GenerationRequest
 from genserve.generation_metrics import Metrics
 from genserve.inference import Inference
 from genserve.inference_statistics import ModelStatistics
-from genserve.repository import model_lifecycle, model_loader, served_models
+from genserve.repository import model_lifecycle, model_loader, served_models, unloader
 from genserve.repository.config_resolution import ResolvedModel
 from genserve.repository.index import ModelEntry
 from genserve.repository.model_loader import ModelLoader, _Started
@@ -163,8 +163,9 @@ def models_in_memory(factory: Factory) -> Iterator[None]:
         (model_lifecycle, "scan", folders.scan),
         (model_lifecycle, "fingerprint", folders.fingerprint),
         (model_lifecycle, "Validator", SimulatedValidator),
-        (model_lifecycle, "gc", SimpleNamespace(collect=lambda: 0)),
-        (model_lifecycle, "_return_free_memory", lambda: None),
+        (model_lifecycle, "return_free_memory", lambda: None),
+        (unloader, "return_free_memory", lambda: None),
+        (unloader, "gc", SimpleNamespace(collect=lambda: 0)),
         (model_loader, "resolve_model", factory.resolve),
         (model_loader, "find_backend", lambda *_args, **_options: factory),
         (served_models, "ModelLoader", factory.loader),

@@ -29,9 +29,9 @@ from genserve.engine.scheduler import Scheduler
 from genserve.engine.state_slots import NO_SLOT, StateSlots
 from genserve.engine.step_processor import StepProcessor
 from genserve.repository import on_demand
-from genserve.repository.model_lifecycle import _Unloader
 from genserve.repository.model_versions import ModelVersion
 from genserve.repository.on_demand import OnDemandModels
+from genserve.repository.unloader import Unloader
 from genserve.server.http import sse_response
 from tests.simulation.on_demand_simulation import OnDemandSimulation
 from tests.simulation.tensor_simulation import TensorSimulation
@@ -246,7 +246,7 @@ TENSOR_PLANTS: dict[str, Plant] = {
     "an inference that stays pending": replaced(
         ModelVersion, "_leave", lambda _: lambda self, inference: None
     ),
-    "requests lost by a reload": replaced(_Unloader, "unload", waits_for_no_request),
+    "requests lost by a reload": replaced(Unloader, "unload", waits_for_no_request),
     "an instance that does not end": replaced(QueueScheduler, "_notify_all", lambda _: lambda self: None),
 }
 

@@ -39,6 +39,7 @@ MODULES = (
     "genserve.repository.model_versions",
     "genserve.repository.on_demand",
     "genserve.repository.repository",
+    "genserve.repository.unloader",
     "genserve.batching.dynamic_batcher",
     "genserve.batching.model_instance",
     "genserve.batching.queue_scheduler",
