@@ -79,10 +79,10 @@ def _row_bytes(buffers: Mapping[str, Any]) -> int:
 
 
 def _read_rows(buffers: Mapping[str, Any], indices: Sequence[int], rows: NDArray[np.uint8]) -> None:
-    end = 0
+    end, wanted = 0, np.asarray(indices, np.int64)  # once, not for each buffer
     for buffer in buffers.values():
         start, end = end, end + buffer.nbytes // len(buffer)
-        chosen = on_host(buffer[list(indices)])
+        chosen = on_host(buffer[wanted])
         rows[:, start:end] = chosen.reshape(len(indices), -1).view(np.uint8)
 
 
