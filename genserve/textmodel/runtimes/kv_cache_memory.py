@@ -87,16 +87,16 @@ def _read_rows(buffers: Mapping[str, Any], indices: Sequence[int], rows: NDArray
 
 
 def _write_rows(buffers: Mapping[str, Any], indices: Sequence[int], rows: NDArray[np.uint8]) -> None:
-    end = 0
+    end, wanted = 0, np.asarray(indices, np.int64)
     for buffer in buffers.values():
         start, end = end, end + buffer.nbytes // len(buffer)
         part = rows[:, start:end]
         if isinstance(buffer, np.ndarray):
-            buffer.reshape(len(buffer), -1).view(np.uint8)[list(indices)] = part
+            buffer.reshape(len(buffer), -1).view(np.uint8)[wanted] = part
             continue
         dtype = np.dtype(str(buffer.dtype).removeprefix("torch."))
         values = np.ascontiguousarray(part).view(dtype).reshape(-1, *buffer.shape[1:])
-        buffer[list(indices)] = buffer.new_tensor(values)     # which copies them to its device
+        buffer[wanted] = buffer.new_tensor(values)     # which copies them to its device
 
 
 def token_bytes(shapes: TokenShapes) -> int:
