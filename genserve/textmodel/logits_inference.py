@@ -70,7 +70,7 @@ class LogitsInference:
         """Submit each row to the engine.
 
         Raises:
-            InvalidRequest: a row is empty or has ids outside the vocabulary.
+            InvalidRequest: there are no rows, or one is empty or has ids outside the vocabulary.
             ContextLengthExceeded: a row is longer than a sequence can be.
             Overloaded: the queue is full.
         """
@@ -145,6 +145,10 @@ def _stacked(rows: Sequence[LogitsArray]) -> LogitsArray:
 def _unpadded(inference: Inference, names: LogitsNames) -> list[NDArray[np.int64]]:
     """Return the ids of each row, without the ids that the attention mask excludes."""
     ids = inference.inputs[names.input_ids].array
+    if not len(ids):
+        raise InvalidRequest(
+            f"{names.input_ids} has no rows", field=names.input_ids, remedy="send a row for each sequence"
+        )
     mask = inference.inputs.get(names.attention_mask or "")
     if mask is None:
         return list(ids)

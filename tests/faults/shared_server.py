@@ -19,7 +19,9 @@ from tests.support.live_server import line_with, wait_until
 
 # Tests put this into prompts, keys, tensors and names that are secret, so the log must not contain it.
 CANARY = "canary-7d1f"
-MODELS = ("add_sub", "fails", "generate", "identity_fp32", "identity_string", "repeat", "types")
+MODELS = (
+    "add_sub", "ensemble_linear", "fails", "generate", "identity_fp32", "identity_string", "repeat", "types",
+)  # fmt: skip
 # A step takes some milliseconds, as with a real model: every stream of a bystander lasts for many requests.
 # The oldest of the sequences waits for all.
 _DECODER = """

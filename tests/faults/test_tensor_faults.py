@@ -305,6 +305,11 @@ Output = service_pb2.ModelInferRequest.InferRequestedOutputTensor
             raw_input_contents=[struct.pack("<I", 2**31) + b"ab"],
         ),
         message(model_name=ADD_SUB, inputs=[entry(name="A", shape=[1, 2])], raw_input_contents=[bytes(8)]),
+        message(
+            model_name="tiny_logits",
+            inputs=[entry(name="input_ids", datatype="INT64", shape=[0, 0])],
+            raw_input_contents=[b""],
+        ),
     ],
     ids=lambda request: str(request).replace("\n", " "),
 )
@@ -313,6 +318,13 @@ def test_a_message_that_contradicts_itself_or_the_model(stub: Any, request_messa
         stub.ModelInfer(request_message, timeout=20)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, caught.value.details()
     assert caught.value.details()
+
+
+def test_an_ensemble_gives_a_negative_sequence_id_back(stub: Any) -> None:
+    inputs = [entry(name="A", shape=[1, 2]), entry(name="B", shape=[1, 2])]
+    asked = message(model_name="ensemble_linear", inputs=inputs, raw_input_contents=[bytes(8)] * 2)
+    asked.parameters["sequence_id"].int64_param = -1
+    assert stub.ModelInfer(asked, timeout=20).parameters["sequence_id"].int64_param == -1
 
 
 def test_an_unknown_model_over_grpc(stub: Any) -> None:

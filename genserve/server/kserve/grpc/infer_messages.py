@@ -196,7 +196,8 @@ def _write_parameter(message: Any, value: Parameter) -> None:
     if isinstance(value, bool):
         message.bool_param = value
     elif isinstance(value, int):
-        message.int64_param = value
+        # A negative sequence_id is an unsigned number for us, as for Triton, and goes back as it came.
+        message.int64_param = value if value < 2**63 else value - 2**64
     elif isinstance(value, float):
         message.double_param = value
     else:
