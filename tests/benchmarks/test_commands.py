@@ -74,7 +74,7 @@ def test_each_method_is_compared_with_the_plain_one_and_with_steps(
 @pytest.mark.slow
 def test_prompts_after_a_restart_are_compared(tiny_repository: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "prefix_restart.py"), f"--model-repository={tiny_repository}"]
-    sizes = ["--tokens=200", "--cost-tokens=100", "--rounds=1", "--cost-rounds=1", "--model=tiny"]
+    sizes = ["--tokens=200", "--cost-tokens=60", "--rounds=1", "--cost-rounds=1", "--model=tiny"]
     printed = subprocess.run([*command, *sizes], check=True, capture_output=True, text=True).stdout
     assert "\n| 200 " in printed
     assert printed.rstrip().endswith("% |")
