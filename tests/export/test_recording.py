@@ -14,6 +14,7 @@ import pytest
 from genserve.errors import ExportError
 from genserve.export import CacheType, Precision, SilentProgress, export_model, exporter
 from genserve.export.checkpoint_reader import read_checkpoint
+from genserve.export.families import family_of
 from genserve.export.known_models import SMOLLM2_FILE
 from genserve.export.pulling import cache_folder, fetch_gguf
 from genserve.export.reference import Recording, find_recording, text_ids
@@ -89,6 +90,15 @@ def test_a_recording_keeps_20_bits_of_the_largest_number_of_a_channel(tmp_path: 
     assert (found.ids == made.ids).all()
     assert found.activations["norm"].tolist() == [1.5, 2, 3]
     assert found.completed_config().hidden_act == "silu"
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.parent.glob("*.npz")), ids=lambda path: path.stem)
+def test_a_recorded_config_describes_its_model(path: Path) -> None:
+    recording = Recording.load(path)
+    family = family_of(recording.config)
+    assert family is not None
+    decoder = family.described(recording.completed_config())
+    assert {attention.window for attention in decoder.attentions} >= {recording.config.get("sliding_window")}
 
 
 @pytest.mark.parametrize(

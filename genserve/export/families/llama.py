@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -84,8 +84,13 @@ def _head_dim(config: Any) -> int:
 
 
 def _declared(config: Any, name: str) -> Any:
-    """Return a field of a config; None: the model in transformers has none, and does not read it."""
-    return getattr(config, name) if any(field.name == name for field in fields(config)) else None
+    """Return a field of a config; None: the model in transformers has none, and does not read it.
+
+    A recorded config, and those of transformers before 5.4, do not say which fields they have.
+    """
+    if is_dataclass(config) and all(field.name != name for field in fields(config)):
+        return None
+    return getattr(config, name, None)
 
 
 def _attentions(config: Any, *, partial_rotary: bool, neighbours: bool) -> tuple[Attention, ...]:
