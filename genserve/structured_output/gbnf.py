@@ -5,7 +5,8 @@ and has `.` match no newline. So characters and classes are rewritten before.
 
 A rule of llama.cpp's matches in any way that lets the rest match; a terminal of Lark's matches as much as it
 can, so that nothing would follow `word` in `word "ing"`. So a grammar without recursion becomes one terminal.
-In a recursive one, a rule that needs no recursive rule matches as much as it can.
+In a recursive one, or one of more than `MAX_CHARS` characters, a rule that needs no recursive rule matches as
+much as it can.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import re
 
 from genserve.prompt import TextFormat
-from genserve.structured_output.text_grammar import text_rules
+from genserve.structured_output.text_grammar import TextGrammarError, text_rules
 
 _CHAR = r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)|[^\\]"
 # The texts, classes, comments and dots of a grammar.
@@ -40,7 +41,10 @@ def gbnf_to_lark(grammar: str) -> str:
 
     lark = grammar_from("gbnf", _PART.sub(_rewritten, grammar))
     form = TextFormat(syntax="lark", definition=lark.removeprefix("%llguidance {}"))
-    rules = text_rules(form, name="TEXT", in_json=False)
+    try:
+        rules = text_rules(form, name="TEXT", in_json=False)
+    except TextGrammarError:
+        rules = None
     return lark if rules is None else "\n".join(["start: TEXT", *rules])
 
 
