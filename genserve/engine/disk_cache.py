@@ -131,7 +131,10 @@ class DiskCache:
         self._block_size = block_size
         self._metrics = metrics
         self._readable = [BlockFiles(path, fingerprint=fingerprint, read_only=True) for path in shipped]
-        self._spare: deque[NDArray[np.uint8]] = deque(maxlen=_MAX_SPARE_PARTS)
+        self._part_bytes = self.part_blocks * memory.block_bytes
+        # Whose pages the system provides when they are first written.
+        spare = (whole_pages(self._part_bytes) for _ in range(_MAX_SPARE_PARTS))
+        self._spare: deque[NDArray[np.uint8]] = deque(spare, maxlen=_MAX_SPARE_PARTS)
         self._lock = threading.Lock()
         self._unwritten_bytes = 0  # guarded by the lock
         self._was_slow = False  # the log says so
@@ -235,7 +238,7 @@ class DiskCache:
 
     def recycle(self, rows: NDArray[np.uint8]) -> None:
         """Use the memory of the rows of a part again, which nobody reads any more."""
-        if rows.base is not None:
+        if rows.base is not None and len(rows.base) >= self._part_bytes:
             self._spare.append(rows.base)
 
     def num_stored_tokens(self, token_ids: Sequence[int]) -> int:
@@ -256,14 +259,15 @@ class DiskCache:
             self._thread.join(_CLOSE_S)
 
     def _rows(self, num_rows: int, row_bytes: int) -> NDArray[np.uint8]:
-        """Return memory for blocks or states, as a rule that of a part which nobody reads any more."""
+        """Return memory for blocks or states: that of a part which nobody reads any more, or just enough.
+
+        Copies that wait for a slow disk would otherwise take much more than `_MAX_UNWRITTEN_BYTES`.
+        """
         num_bytes = num_rows * row_bytes
         try:
-            memory = self._spare.pop()
+            memory = self._spare.pop() if num_bytes <= self._part_bytes else whole_pages(num_bytes)
         except IndexError:
-            memory = None
-        if memory is None or len(memory) < num_bytes:
-            memory = whole_pages(max(num_bytes, self.part_blocks * self.memory.block_bytes))
+            memory = whole_pages(num_bytes)
         return memory[:num_bytes].reshape(num_rows, row_bytes)
 
     def _up_to_a_state(

@@ -7,8 +7,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import given
+from numpy.typing import NDArray
 
 from genserve.completion import join_deltas
 from genserve.engine.admission_control import QueueLimits
@@ -323,6 +325,24 @@ def test_a_disk_that_is_too_slow_is_spared(tmp_path, monkeypatch, caplog):
         server.answer([9, 8, 7, 6, 5])
     assert 2 <= num_blocks(tmp_path) <= 5, "of many blocks those that may wait are written"
     assert caplog.text.count("the disk is slower than model test") == 1
+
+
+def test_copies_that_wait_for_the_disk_take_little_more_than_their_size(tmp_path, monkeypatch):
+    sizes = []
+
+    class Memory(PagedLogits):
+        def read_blocks(self, block_ids: Sequence[int], rows: NDArray[np.uint8]) -> None:
+            sizes.append(rows.base.nbytes)
+            super().read_blocks(block_ids, rows)
+
+    gate = threading.Event()
+    monkeypatch.setattr("genserve.engine.disk_cache.BlockFiles.write", lambda *_: gate.wait() - 1)
+    with Server(tmp_path, model=Memory()) as server:
+        for first in range(30, 60):
+            server.answer([first, 2, 3, 4, 5])
+        gate.set()
+    assert len(sizes) >= 20
+    assert max(sizes[4:]) == 4096, "the memory of a part is for the first ones"
 
 
 def test_a_long_prompt_is_read_in_parts(tmp_path, monkeypatch):
