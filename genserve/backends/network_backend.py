@@ -142,6 +142,8 @@ class BatchRunner:
         self._inputs = {spec.name: spec for spec in config.inputs}
         self._batch_inputs = config.batch_inputs
         self._states = config.sequence_batching.states if config.sequence_batching else ()
+        # The network may have a state for each row of a batch, which is the slot of a sequence.
+        self._is_repeatable = config.sequence_batching is None
         self._outputs = {spec.name: spec for spec in config.outputs}
         self._expected_shapes = {spec.name: config.with_batch(spec.model_dims) for spec in config.outputs}
         types = {state.output_name: state.data_type for state in self._states}
@@ -155,17 +157,18 @@ class BatchRunner:
     def execute(self, batch: Sequence[Inference], *, run: RunFunction) -> None:
         """Run a network once for a batch, and send the responses.
 
-        If it rejects the inputs, it is run for each request alone, so that only those which it rejects fail.
+        If it rejects the inputs, it is run for each request alone, so that only those which it rejects fail;
+        not with sequence batching.
 
         Raises:
-            InferenceError: the outputs do not match the config, in Triton's words; nothing has been sent.
-            Exception: raised by `run`; nothing has been sent.
+            InferenceError: the outputs do not match the config, in Triton's words.
+            Exception: raised by `run`; those to which no response was sent fail.
         """
         names = self._wanted_outputs(batch)
         try:
             outputs = run(self._gather(batch), names)
         except InferenceError as error:
-            if error.status != Status.INVALID_ARG or len(batch) == 1:
+            if error.status != Status.INVALID_ARG or len(batch) == 1 or not self._is_repeatable:
                 raise
             for inference in batch:
                 try:

@@ -159,6 +159,20 @@ def test_a_state_that_is_also_an_output_is_returned():
     assert answer["after"].tolist() == [[7]]
 
 
+def test_a_batch_of_sequences_that_the_network_rejects_is_not_run_again():
+    runs = []
+
+    def reject(inputs):
+        runs.append(inputs["x"].array.tolist())
+        raise InferenceError("index out of range")
+
+    asked = [ask({"x": rows(1)}, states=state(10)), ask({"x": rows(2)}, states=state(20))]
+    with pytest.raises(InferenceError, match="index out of range"):
+        run_batch(config_of(STATEFUL), *asked, outputs=reject)
+    assert runs == [[[1], [2]]], "a network with a state of each row must not see a row in another place"
+    assert [one.responses for one in asked] == [[], []]
+
+
 def test_a_batch_with_an_invalid_output_sends_no_response():
     config = config_of("max_batch_size: 8 " + spec("input", "x") + spec("output", "y"))
     asked = [ask({"x": rows(1)}), ask({"x": rows(2)})]
