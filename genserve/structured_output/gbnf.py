@@ -1,7 +1,8 @@
 r"""GBNF: llama.cpp's notation of grammars, which llguidance converts to Lark's.
 
 Its converter loses the zeros of `\u00e9`, reads `&&`, `--` and `~~` in a class as Rust's operations on sets,
-and has `.` match no newline. So characters and classes are rewritten before.
+and has `.` match no newline; it writes `("a"{2})+` without the parentheses, and Lark's reader rejects it. So
+characters, classes and such repetitions are rewritten before.
 
 A rule of llama.cpp's matches in any way that lets the rest match; a terminal of Lark's matches as much as it
 can, so that nothing would follow `word` in `word "ing"`. So a grammar without recursion becomes one terminal.
@@ -17,8 +18,10 @@ from genserve.prompt import TextFormat
 from genserve.structured_output.text_grammar import TextGrammarError, text_rules
 
 _CHAR = r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)|[^\\]"
-# The texts, classes, comments and dots of a grammar.
-_PART = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|\.', re.DOTALL)
+# The texts, classes, comments and dots of a grammar, and the ends of what is repeated and repeated again.
+_PART = re.compile(
+    r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|\.|[*+?}][\s)]*\)(?=\s*[*+?{])', re.DOTALL
+)
 _ITEM = re.compile(rf"({_CHAR})(?:(-)({_CHAR}))?", re.DOTALL)
 _ONE = re.compile(_CHAR, re.DOTALL)
 _RULE = re.compile(r"^[ \t]*[\w-]+\s*::=", re.MULTILINE)
@@ -57,8 +60,10 @@ def _rewritten(part: re.Match[str]) -> str:
             return _ANY
         case '"':
             return f'"{_ONE.sub(lambda found: _written(found[0]), text[1:-1])}"'
-    sign = "^" if text.startswith("[^") else ""
-    return f"[{sign}{_ITEM.sub(_item, text[1 + len(sign) : -1])}]"
+        case "[":
+            sign = "^" if text.startswith("[^") else ""
+            return f"[{sign}{_ITEM.sub(_item, text[1 + len(sign) : -1])}]"
+    return f'{text[0]} ""{text[1:]}'  # so that its parentheses stay
 
 
 def _item(found: re.Match[str]) -> str:

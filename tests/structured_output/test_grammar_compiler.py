@@ -137,6 +137,8 @@ def test_characters_of_a_grammar_are_those_of_its_notation(grammars, tokenizer, 
         ('root ::= "<" text "</end>"\ntext ::= [^\\x00]*', "<a<b\n</end>"),
         ('root ::= item ("," item)*\nitem ::= ws [0-9]{1,2} ws\nws ::= | " " b\nb ::= " "*', "1 ,  23 "),
         ('root ::= "(" root ")" | [0-9]+ | ""', "((12))"),
+        ("root ::= ([0-9a-f]{2})+", "12ab"),
+        ('root ::= "(" root ")" | ((( [0-9]+ ) )? "-")*', "(1--)"),
         # In Lark's notation it is twice as long.
         pytest.param('root ::= "!" ("," ' + "[,.;:] " * 9000 + ")?", "!", id="long"),
     ],
