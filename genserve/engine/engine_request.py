@@ -9,9 +9,7 @@ from enum import Enum, auto
 
 import numpy as np
 
-from genserve.completion import (
-    CacheMatch,
-)
+from genserve.completion import CacheMatch
 from genserve.engine.logits_model import LogitsAdapter
 from genserve.engine.prefix_cache import root_key
 from genserve.engine.state_slots import SequenceState
