@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 Shape = tuple[int, ...]
 
 # What the server, not the inputs of a request, is to blame for.
-_FAULT_OF_SERVER = re.compile("alloc|out of memory|CUDA|cuBLAS|cuDNN|terminate", re.IGNORECASE)
+_FAULT_OF_SERVER = re.compile("alloc|out of memory|CUDA|cuBLAS|cuDNN|HIP error|terminate", re.IGNORECASE)
 
 
 class Network(Protocol):
