@@ -251,6 +251,7 @@ WAITING: dict[str, tuple[str, dict[str, Any]]] = {
     "generate": ("/v2/models/m2/generate", {"text_input": "hello"}),
     "generate_stream": ("/v2/models/m2/generate_stream", {"text_input": "hello"}),
     "chat": ("/v1/chat/completions", {"model": "m2", "messages": TALK}),
+    "chat stream": ("/v1/chat/completions", {"model": "m2", "messages": TALK, "stream": True}),
     "tokenize": ("/tokenize", {"model": "m2", "prompt": "hello"}),
 }
 
@@ -261,6 +262,8 @@ def client_of_m2(server: LiveServer, door: str) -> Iterator[None]:
     if door in WAITING:
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.sendall(request_bytes(*WAITING[door]))
+            if "stream" in door:
+                assert connection.recv(1)  # of the signs of life
             yield
         return
     text = triton_grpc.InferInput("text_input", [1], "BYTES")
@@ -280,7 +283,9 @@ def client_of_m2(server: LiveServer, door: str) -> Iterator[None]:
 DOORS = [*WAITING, "ModelInfer", "ModelStreamInfer"]
 
 
-@pytest.mark.parametrize("door", with_extended(DOORS, always={"infer", "tokenize", "ModelInfer"}))
+@pytest.mark.parametrize(
+    "door", with_extended(DOORS, always={"infer", "chat stream", "tokenize", "ModelInfer"})
+)
 def test_a_client_that_leaves_causes_no_load(
     server: LiveServer, http: httpx2.Client, gate: Gate, door: str
 ) -> None:

@@ -7,7 +7,6 @@ function that makes the whole answer.
 from __future__ import annotations
 
 import asyncio
-import math
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -193,9 +192,7 @@ async def handle_generation(
         return response
 
     streams = stream_response if body.stream else None
-    return await answer_when_loaded(
-        services, request, body.model_name, generated, streams=streams, ping=lambda: ping
-    )
+    return await answer_when_loaded(services, body.model_name, generated, streams=streams, ping=lambda: ping)
 
 
 def _log_request(model_name: str | None, prompts: Sequence[Prompt]) -> RequestContext:
@@ -208,7 +205,6 @@ def _log_request(model_name: str | None, prompts: Sequence[Prompt]) -> RequestCo
 
 async def answer_when_loaded(
     services: Services,
-    request: Request,
     model_name: str | None,
     answer: Callable[[TextModel], Awaitable[Response]],
     *,
@@ -220,7 +216,6 @@ async def answer_when_loaded(
 
     Args:
         services: the server's services.
-        request: the request over HTTP.
         model_name: the model's name; None: the only one.
         answer: makes the answer of the loaded model.
         streams: the class of the answer if it is a stream, which begins with signs of life if the load takes
@@ -237,16 +232,13 @@ async def answer_when_loaded(
         return await answer(services.repository.text_model(model_name))
     loading = asyncio.ensure_future(services.text_model(model_name, keep_alive_s=keep_alive_s))
     try:
-        model = await while_connected(
-            asyncio.shield(loading), request.receive, timeout_s=PING_S if streams else math.inf
-        )
-    except TimeoutError:
-        assert streams is not None
-        return LoadingStream(loading, answer, ping=ping, streams=streams)
-    except BaseException:
+        await asyncio.wait([loading], timeout=PING_S if streams else None)
+    except asyncio.CancelledError:
         loading.cancel()
         raise
-    return await answer(model)
+    if streams is not None and not loading.done():
+        return LoadingStream(loading, answer, ping=ping, streams=streams)
+    return await answer(loading.result())
 
 
 def _add_headers(

@@ -154,7 +154,7 @@ async def systemone(body: SystemOneBody, services: SharedServices, request: Requ
         reads = await while_connected(reading, request.receive)
         return AnswerResponse(_document(model, reads, body))
 
-    return await answer_when_loaded(services, request, body.model, answer, streams=None)
+    return await answer_when_loaded(services, body.model, answer, streams=None)
 
 
 async def _read(

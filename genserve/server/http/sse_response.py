@@ -193,15 +193,9 @@ class LoadingStream(Response, Generic[_T]):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         await write(self._ping(), more=True)
         try:
-            while True:
-                try:
-                    loaded = await while_connected(
-                        asyncio.shield(self._loading), receive, timeout_s=PING_S
-                    )
-                    break
-                except TimeoutError:
-                    await write(self._ping(), more=True)
-            response = await self._answer(loaded)
+            while not (await asyncio.wait([self._loading], timeout=PING_S))[0]:
+                await write(self._ping(), more=True)
+            response = await self._answer(self._loading.result())
             await response(scope, receive, send_rest)
         except ClientLeft:
             return

@@ -127,7 +127,7 @@ async def _handle(
         with named_as(body.names):
             body.generation_config.params()
     ping = b"\n" if streams is _ArrayStream else PING
-    return await answer_when_loaded(services, request, name, answer, streams=streams, ping=lambda: ping)
+    return await answer_when_loaded(services, name, answer, streams=streams, ping=lambda: ping)
 
 
 @router.post("/models/{model}:countTokens")

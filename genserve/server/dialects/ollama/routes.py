@@ -493,7 +493,6 @@ async def _handle(body: OllamaBody, services: Services, request: Request) -> Res
     try:
         return await answer_when_loaded(
             services,
-            request,
             name,
             answer,
             streams=None if body.stream is False or body.is_empty else _LineStream,
