@@ -114,6 +114,9 @@ def _loaded(name: str) -> ctypes.CDLL:
         loaded = ctypes.CDLL(str(_path_of(name)))
         loaded.genserve_scan_logits.argtypes = (pointer, size, size, size, pointer, pointer, pointer, pointer)
         loaded.genserve_sample_logits.argtypes = (pointer, size, size, pointer, pointer)
+        for copy in (loaded.genserve_gather_rows, loaded.genserve_scatter_rows):
+            copy.restype = None
+            copy.argtypes = (pointer, size, pointer, size, pointer)
         loaded.genserve_name_digest.restype = ctypes.c_uint64
         loaded.genserve_name_digest.argtypes = (ctypes.c_char_p,)
         loaded.genserve_use_adapters.restype = None

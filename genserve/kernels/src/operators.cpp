@@ -881,6 +881,32 @@ GENSERVE_EXPORT int32_t genserve_scan_logits(const float* logits, int64_t num_ro
   return scan_logits(logits, num_rows, size, k, best_ids, best, top_ids, log_sums);
 }
 
+// A matrix of rows, such as the blocks of one buffer of a KV cache.
+struct RowBuffer {
+  char* data;
+  int64_t row_bytes;
+};
+
+// Copies rows of several buffers side by side: row `indices[i]` of each buffer, one after the other, is row i of `rows`.
+GENSERVE_EXPORT void genserve_gather_rows(const RowBuffer* buffers, int64_t num_buffers, const int64_t* indices,
+                                          int64_t num_rows, char* rows) {
+  for (int64_t i = 0; i < num_rows; i++) {
+    for (const RowBuffer* each = buffers; each != buffers + num_buffers; rows += each->row_bytes, each++) {
+      memcpy(rows, each->data + indices[i] * each->row_bytes, (size_t)each->row_bytes);
+    }
+  }
+}
+
+// Overwrites rows of the buffers with rows of genserve_gather_rows.
+GENSERVE_EXPORT void genserve_scatter_rows(const RowBuffer* buffers, int64_t num_buffers, const int64_t* indices,
+                                           int64_t num_rows, const char* rows) {
+  for (int64_t i = 0; i < num_rows; i++) {
+    for (const RowBuffer* each = buffers; each != buffers + num_buffers; rows += each->row_bytes, each++) {
+      memcpy(each->data + indices[i] * each->row_bytes, rows, (size_t)each->row_bytes);
+    }
+  }
+}
+
 // Samples a token for each row of logits: see sample_logits.
 GENSERVE_EXPORT int32_t genserve_sample_logits(const float* logits, int64_t num_rows, int64_t size,
                                                const SamplingRule* rules, SampledRow* sampled) {

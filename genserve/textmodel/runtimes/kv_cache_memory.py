@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from genserve.backends.libraries import import_torch
 from genserve.backends.onnx_session import CPU_PROVIDER, Provider
+from genserve.kernels import library
 from genserve.machine import free_memory_bytes
 from genserve.sampling.logits_array import on_host
 
@@ -21,6 +22,8 @@ from genserve.sampling.logits_array import on_host
 TokenShapes: TypeAlias = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 # Shape of one sequence's state in each buffer of recurrent states, which are float32, by the same name.
 StateShapes: TypeAlias = Mapping[str, tuple[int, ...]]
+
+_ROW_BUFFER = np.dtype([("data", "u8"), ("row_bytes", "i8")])  # as `operators.cpp` reads it
 
 
 class KVCache:
@@ -39,8 +42,9 @@ class KVCache:
     def __init__(self, buffers: Mapping[str, Any], states: Mapping[str, Any] = MappingProxyType({})) -> None:
         """Use the given buffers, without a copy."""
         self.buffers, self.states = buffers, states
-        self.block_bytes = _row_bytes(buffers)
-        self.state_bytes = _row_bytes(states)
+        self._block_rows, self._state_rows = _rows_of(buffers), _rows_of(states)
+        self.block_bytes = self._block_rows.row_bytes
+        self.state_bytes = self._state_rows.row_bytes
 
     @property
     def nbytes(self) -> int:
@@ -58,45 +62,75 @@ class KVCache:
                 buffer[target] = buffer[source]
 
     def read_blocks(self, block_ids: Sequence[int], rows: NDArray[np.uint8]) -> None:
-        """Copy whole blocks into `rows`: [len(block_ids), block_bytes], buffer after buffer."""
-        _read_rows(self.buffers, block_ids, rows)
+        """Copy whole blocks into `rows`: [len(block_ids), block_bytes], C-contiguous, buffer after buffer."""
+        self._block_rows.read(block_ids, rows)
 
     def write_blocks(self, block_ids: Sequence[int], rows: NDArray[np.uint8]) -> None:
         """Overwrite whole blocks with rows of `read_blocks`."""
-        _write_rows(self.buffers, block_ids, rows)
+        self._block_rows.write(block_ids, rows)
 
     def read_states(self, slots: Sequence[int], rows: NDArray[np.uint8]) -> None:
-        """Copy recurrent states into `rows`: [len(slots), state_bytes], buffer after buffer."""
-        _read_rows(self.states, slots, rows)
+        """Copy recurrent states into `rows`: [len(slots), state_bytes], C-contiguous, buffer after buffer."""
+        self._state_rows.read(slots, rows)
 
     def write_states(self, slots: Sequence[int], rows: NDArray[np.uint8]) -> None:
         """Overwrite recurrent states with rows of `read_states`."""
-        _write_rows(self.states, slots, rows)
+        self._state_rows.write(slots, rows)
 
 
-def _row_bytes(buffers: Mapping[str, Any]) -> int:
-    return sum(buffer.nbytes // len(buffer) for buffer in buffers.values())
+def _rows_of(buffers: Mapping[str, Any]) -> _HostRows | _DeviceRows:
+    on_host = all(isinstance(buffer, np.ndarray) for buffer in buffers.values())
+    return _HostRows(buffers) if on_host else _DeviceRows(buffers)
 
 
-def _read_rows(buffers: Mapping[str, Any], indices: Sequence[int], rows: NDArray[np.uint8]) -> None:
-    end, wanted = 0, np.asarray(indices, np.int64)  # once, not for each buffer
-    for buffer in buffers.values():
-        start, end = end, end + buffer.nbytes // len(buffer)
-        chosen = on_host(buffer[wanted])
-        rows[:, start:end] = chosen.reshape(len(indices), -1).view(np.uint8)
+class _HostRows:
+    """The rows of buffers in the memory of the host, side by side. The kernel copies them in one pass."""
+
+    def __init__(self, buffers: Mapping[str, NDArray[Any]]) -> None:
+        tables = [(buffer.ctypes.data, buffer.nbytes // len(buffer)) for buffer in buffers.values()]
+        self._tables = np.array(tables, _ROW_BUFFER)
+        self._num_rows = min(map(len, buffers.values()), default=0)
+        self.row_bytes = int(self._tables["row_bytes"].sum())
+
+    def read(self, indices: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        self._copy(library().genserve_gather_rows, indices, rows)
+
+    def write(self, indices: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        self._copy(library().genserve_scatter_rows, indices, rows)
+
+    def _copy(self, copy: Callable[..., None], indices: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        wanted = np.asarray(indices, np.int64)
+        assert rows.shape == (len(wanted), self.row_bytes)
+        assert rows.flags.c_contiguous
+        assert ((wanted >= 0) & (wanted < self._num_rows)).all()
+        copy(self._tables.ctypes.data, len(self._tables), wanted.ctypes.data, len(wanted), rows.ctypes.data)
 
 
-def _write_rows(buffers: Mapping[str, Any], indices: Sequence[int], rows: NDArray[np.uint8]) -> None:
-    end, wanted = 0, np.asarray(indices, np.int64)
-    for buffer in buffers.values():
-        start, end = end, end + buffer.nbytes // len(buffer)
-        part = rows[:, start:end]
-        if isinstance(buffer, np.ndarray):
-            buffer.reshape(len(buffer), -1).view(np.uint8)[wanted] = part
-            continue
-        dtype = np.dtype(str(buffer.dtype).removeprefix("torch."))
-        values = np.ascontiguousarray(part).view(dtype).reshape(-1, *buffer.shape[1:])
-        buffer[wanted] = buffer.new_tensor(values)     # which copies them to its device
+class _DeviceRows:
+    """The same for tensors of torch, on any device."""
+
+    def __init__(self, buffers: Mapping[str, Any]) -> None:
+        self._buffers = buffers
+        self.row_bytes = sum(buffer.nbytes // len(buffer) for buffer in buffers.values())
+
+    def read(self, indices: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        wanted = np.asarray(indices, np.int64)
+        for buffer, part in self._parts(rows):
+            part[:] = on_host(buffer[wanted]).reshape(len(wanted), -1).view(np.uint8)
+
+    def write(self, indices: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        wanted = np.asarray(indices, np.int64)
+        for buffer, part in self._parts(rows):
+            dtype = np.dtype(str(buffer.dtype).removeprefix("torch."))
+            values = np.ascontiguousarray(part).view(dtype).reshape(-1, *buffer.shape[1:])
+            buffer[wanted] = buffer.new_tensor(values)  # which copies them to its device
+
+    def _parts(self, rows: NDArray[np.uint8]) -> Iterator[tuple[Any, NDArray[np.uint8]]]:
+        """Yield each buffer with its columns of the rows."""
+        end = 0
+        for buffer in self._buffers.values():
+            start, end = end, end + buffer.nbytes // len(buffer)
+            yield buffer, rows[:, start:end]
 
 
 def token_bytes(shapes: TokenShapes) -> int:
