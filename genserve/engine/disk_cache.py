@@ -229,6 +229,8 @@ class DiskCache:
                 num_bytes = num_read * self.memory.block_bytes
                 self._metrics.disk_cache_hit(tokens=num_read * self._block_size, read_bytes=num_bytes)
                 yield stored(indices=wanted[:num_read], rows=rows[:num_read])
+            else:
+                self.recycle(rows)
             if num_read < len(wanted):
                 return
         if state is not None:

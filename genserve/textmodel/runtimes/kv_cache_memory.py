@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
@@ -24,6 +25,9 @@ TokenShapes: TypeAlias = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 StateShapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 _ROW_BUFFER = np.dtype([("data", "u8"), ("row_bytes", "i8")])  # as `operators.cpp` reads it
+# Larger copies are shared with another thread: between two forwards, that of the engine works alone.
+_COPIER = ThreadPoolExecutor(1, thread_name_prefix="kv-cache-copy")
+_SHARED_BYTES = 1 << 20
 
 
 class KVCache:
@@ -84,7 +88,7 @@ def _rows_of(buffers: Mapping[str, Any]) -> _HostRows | _DeviceRows:
 
 
 class _HostRows:
-    """The rows of buffers in the memory of the host, side by side. The kernel copies them in one pass."""
+    """The rows of buffers in the memory of the host, side by side; kernels copy them in one pass."""
 
     def __init__(self, buffers: Mapping[str, NDArray[Any]]) -> None:
         tables = [(buffer.ctypes.data, buffer.nbytes // len(buffer)) for buffer in buffers.values()]
@@ -103,7 +107,16 @@ class _HostRows:
         assert rows.shape == (len(wanted), self.row_bytes)
         assert rows.flags.c_contiguous
         assert ((wanted >= 0) & (wanted < self._num_rows)).all()
-        copy(self._tables.ctypes.data, len(self._tables), wanted.ctypes.data, len(wanted), rows.ctypes.data)
+
+        def copy_part(part: slice) -> None:
+            own, own_rows = wanted[part], rows[part]
+            copy(self._tables.ctypes.data, len(self._tables), own.ctypes.data, len(own), own_rows.ctypes.data)
+
+        half = len(wanted) // 2 if rows.nbytes >= _SHARED_BYTES else 0
+        other = _COPIER.submit(copy_part, slice(half)) if half else None
+        copy_part(slice(half, None))
+        if other is not None:
+            other.result()
 
 
 class _DeviceRows:

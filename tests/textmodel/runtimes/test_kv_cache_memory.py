@@ -62,6 +62,23 @@ def test_blocks_are_written_as_they_were_read(on):
     np.testing.assert_array_equal(again, rows[[1]])
 
 
+def test_many_blocks_are_read_and_written_in_their_order():
+    cache = cache_of(num_blocks=400)
+    rng = np.random.default_rng(0)
+    for buffer in cache.buffers.values():
+        buffer[:] = rng.integers(-100, 100, buffer.shape)
+    expected = np.hstack([buffer.reshape(400, -1).view(np.uint8) for buffer in cache.buffers.values()])
+    source, target = np.split(rng.permutation(400), 2)
+    rows = np.zeros((200, cache.block_bytes), np.uint8)
+    assert rows.nbytes > 1 << 20  # threads share the copy
+    cache.read_blocks(source.tolist(), rows)
+    np.testing.assert_array_equal(rows, expected[source])
+    cache.write_blocks(target.tolist(), rows)
+    expected[target] = expected[source]
+    cache.read_blocks(range(200, 400), rows)
+    np.testing.assert_array_equal(rows, expected[200:])
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_allocated_as_it_is_written():
     def resident() -> int:
