@@ -112,6 +112,7 @@ def test_other_sources_need_the_extra_and_say_so_before_anything_is_read(
     slim: dict[str, str], tmp_path: Path, source: str
 ) -> None:
     (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").touch()
     (tmp_path / "other.gguf").touch()
     command = [sys.executable, "-m", "genserve", "export", source, "--name", "m"]
     done = subprocess.run(command, env=slim, cwd=tmp_path, capture_output=True, text=True, check=False)
