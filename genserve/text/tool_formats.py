@@ -104,6 +104,20 @@ def _tags(before_key: str, before_value: str, after_value: str) -> TaggedArgumen
     )
 
 
+def _functions(mark: str, arguments: TaggedArguments) -> ToolFormat:
+    """Return a format that has each call in the tag `mark`, as `<function=NAME>` and its arguments."""
+    return ToolFormat(
+        begin=f"<{mark}>",
+        opening="\n",
+        before_name="<function=",
+        before_arguments=">\n",
+        arguments=arguments,
+        after_arguments="</function>",
+        separator=f"\n</{mark}>\n<{mark}>\n",
+        closing=f"\n</{mark}>",
+    )
+
+
 # A value of unknown type is a string only if it is no JSON.
 _ANY_TYPE = ("null", "boolean", "number", "array", "object", "string")
 _BAR, _SPACE = "\uff5c", "\u2581"     # in the marks of DeepSeek
@@ -183,27 +197,9 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
             begin="<|tool_call|>", opening="[", separator=", ", closing="]<|/tool_call|>"
         ),
         # https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Instruct/blob/main/qwen3coder_tool_parser.py
-        "qwen3_coder": ToolFormat(
-            begin="<tool_call>",
-            opening="\n",
-            before_name="<function=",
-            before_arguments=">\n",
-            arguments=_tags("<parameter=", ">\n", "\n</parameter>\n"),
-            after_arguments="</function>",
-            separator="\n</tool_call>\n<tool_call>\n",
-            closing="\n</tool_call>",
-        ),
+        "qwen3_coder": _functions("tool_call", _tags("<parameter=", ">\n", "\n</parameter>\n")),
         # https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Instruct/blob/main/chat_template.jinja
-        "seed_oss": ToolFormat(
-            begin="<seed:tool_call>",
-            opening="\n",
-            before_name="<function=",
-            before_arguments=">\n",
-            arguments=_tags("<parameter=", ">", "</parameter>\n"),
-            after_arguments="</function>",
-            separator="\n</seed:tool_call>\n<seed:tool_call>\n",
-            closing="\n</seed:tool_call>",
-        ),
+        "seed_oss": _functions("seed:tool_call", _tags("<parameter=", ">", "</parameter>\n")),
         # https://huggingface.co/zai-org/GLM-4.6/blob/main/chat_template.jinja
         "glm45": ToolFormat(
             begin="<tool_call>",
