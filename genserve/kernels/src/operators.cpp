@@ -887,24 +887,30 @@ struct RowBuffer {
   int64_t row_bytes;
 };
 
-// Copies rows of several buffers side by side: row `indices[i]` of each buffer, one after the other, is row i of `rows`.
-GENSERVE_EXPORT void genserve_gather_rows(const RowBuffer* buffers, int64_t num_buffers, const int64_t* indices,
-                                          int64_t num_rows, char* rows) {
+// Calls copy(row of a buffer, its place in `rows`, bytes): row i of `rows` has row `indices[i]` of each buffer, one after the
+// other.
+template <class Rows, class Copy>
+void copy_rows(const RowBuffer* buffers, int64_t num_buffers, const int64_t* indices, int64_t num_rows, Rows* rows,
+               Copy&& copy) {
   for (int64_t i = 0; i < num_rows; i++) {
     for (const RowBuffer* each = buffers; each != buffers + num_buffers; rows += each->row_bytes, each++) {
-      memcpy(rows, each->data + indices[i] * each->row_bytes, (size_t)each->row_bytes);
+      copy(each->data + indices[i] * each->row_bytes, rows, (size_t)each->row_bytes);
     }
   }
+}
+
+// Copies rows of several buffers into `rows`, see copy_rows.
+GENSERVE_EXPORT void genserve_gather_rows(const RowBuffer* buffers, int64_t num_buffers, const int64_t* indices,
+                                          int64_t num_rows, char* rows) {
+  copy_rows(buffers, num_buffers, indices, num_rows, rows,
+            [](const char* row, char* to, size_t bytes) { memcpy(to, row, bytes); });
 }
 
 // Overwrites rows of the buffers with rows of genserve_gather_rows.
 GENSERVE_EXPORT void genserve_scatter_rows(const RowBuffer* buffers, int64_t num_buffers, const int64_t* indices,
                                            int64_t num_rows, const char* rows) {
-  for (int64_t i = 0; i < num_rows; i++) {
-    for (const RowBuffer* each = buffers; each != buffers + num_buffers; rows += each->row_bytes, each++) {
-      memcpy(each->data + indices[i] * each->row_bytes, rows, (size_t)each->row_bytes);
-    }
-  }
+  copy_rows(buffers, num_buffers, indices, num_rows, rows,
+            [](char* row, const char* from, size_t bytes) { memcpy(row, from, bytes); });
 }
 
 // Samples a token for each row of logits: see sample_logits.
