@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 Shape = tuple[int, ...]
 
-# What the server, not the inputs of a request, is to blame for.
+# Matches messages about errors that the server causes, and not the inputs of a request.
 _FAULT_OF_SERVER = re.compile("alloc|out of memory|CUDA|cuBLAS|cuDNN|HIP error|terminate", re.IGNORECASE)
 
 

@@ -119,7 +119,7 @@ def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
     """Return the error with its field, and the mention of it in the message, in a dialect's own names.
 
     Args:
-        error: what is wrong with a request.
+        error: the error that the answer reports.
         names: the dialect's names by ours. The key is a whole field, also with an index (`tools[1]`), or the
             part of it behind an index, with a dot before it.
     """

@@ -99,7 +99,7 @@ def as_genserve_error(error: Exception, *, doing: str) -> GenserveError:
 
     Args:
         error: any exception.
-        doing: what failed, for the log: "a request to /v2".
+        doing: the task that failed, as the log names it: "a request to /v2".
     """
     if isinstance(error, GenserveError):
         return error
